@@ -1,0 +1,38 @@
+"""What can go wrong, as one tree. Every message says what was found, what was expected, and the way out.
+
+DispatchError
+├── InputError            a caller's value is out of range (also a ValueError)
+├── LoadError             a model is not what its checkpoint and its code say
+│   └── RepairError       a known transformers incompatibility could not be repaired
+├── NonFiniteLogitsError  a model gave inf or NaN where a token was to be picked
+├── CacheError            a key/value cache does not hold what it must
+└── DrafterError          a drafter broke its contract, or does not fit the target
+"""
+
+
+class DispatchError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InputError(DispatchError, ValueError):
+    """A caller's value is out of range."""
+
+
+class LoadError(DispatchError):
+    """A model is not what its checkpoint and its code say it is."""
+
+
+class RepairError(LoadError):
+    """A known transformers incompatibility applies and could not be repaired."""
+
+
+class NonFiniteLogitsError(DispatchError):
+    """A model gave inf or NaN where a token was to be picked; argmax of such a row means nothing."""
+
+
+class CacheError(DispatchError):
+    """A key/value cache does not hold what it must, or cannot be rolled back."""
+
+
+class DrafterError(DispatchError):
+    """A drafter broke its contract, or does not fit the target."""
