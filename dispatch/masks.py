@@ -12,9 +12,7 @@ from torch import Tensor
 from dispatch.errors import RepairError
 
 
-def causal_mask(
-    padding: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, past: int
-) -> Tensor:
+def causal_mask(padding: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, past: int) -> Tensor:
     """Additive causal mask, [batch, 1, q_len, past + q_len].
 
     padding: None, or [batch, past + q_len] with 1 for a real token and 0 for padding. shape: (batch, q_len).
@@ -60,9 +58,7 @@ def prepare_4d_causal_attention_mask_for_sdpa(
     unpadded = attention_mask is None or bool(attention_mask.bool().all())
     if unpadded and sliding_window is None and (input_shape[-1] == 1 or past_key_values_length == 0):
         return None
-    return prepare_4d_causal_attention_mask(
-        attention_mask, input_shape, inputs_embeds, past_key_values_length, sliding_window
-    )
+    return prepare_4d_causal_attention_mask(attention_mask, input_shape, inputs_embeds, past_key_values_length, sliding_window)
 
 
 def prepare_4d_attention_mask(mask: Tensor, dtype: torch.dtype, tgt_len: int | None = None) -> Tensor:

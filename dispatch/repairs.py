@@ -47,10 +47,9 @@ def repair_transformers() -> list[RepairReport]:
             _supplied_names.add(name)
             setattr(owner, attribute, supplied)
         reports.append(RepairReport(name=name, matched=1, changed=int(name in _supplied_names)))
-    if importlib.util.find_spec("transformers") and _MASKS not in sys.modules:
-        if importlib.util.find_spec(_MASKS) is None:
-            sys.modules[_MASKS] = _mask_module()
-            _supplied_names.add("mask-module")
+    if _MASKS not in sys.modules and importlib.util.find_spec(_MASKS) is None:
+        sys.modules[_MASKS] = _mask_module()
+        _supplied_names.add("mask-module")
     reports.append(RepairReport(name="mask-module", matched=1, changed=int("mask-module" in _supplied_names)))
     return reports
 
@@ -181,8 +180,8 @@ def definition_of(name: str, module: nn.Module, dtype: torch.dtype) -> Any:
         else:
             # also when it has a default: whether that was used cannot be known
             raise RepairError(
-                f"{name} ({type(module).__name__}) has non-persistent buffers that no repair can rebuild: its constructor takes "
-                f"{parameter.name!r} and the module does not keep it. Teach dispatch/repairs.py this variant"
+                f"{name} ({type(module).__name__}) has non-persistent buffers that no repair can rebuild: its constructor "
+                f"takes {parameter.name!r} and the module does not keep it. Teach dispatch/repairs.py this variant"
             )
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -221,7 +220,9 @@ def _differences(module: nn.Module, definition: nn.Module) -> Iterator[tuple[str
         # a table of positions may have been remade shorter or longer by a forward: what both cover must agree
         rows = min(len(actual), len(expected)) if actual.dim() else None
         same_type = actual.dtype == expected.dtype and actual.shape[1:] == expected.shape[1:]
-        if not same_type or not torch.equal(actual[:rows].cpu() if rows else actual.cpu(), expected[:rows] if rows else expected):
+        if not same_type or not torch.equal(
+            actual[:rows].cpu() if rows else actual.cpu(), expected[:rows] if rows else expected
+        ):
             yield name, actual, expected
 
 

@@ -5,7 +5,7 @@ The text is the Python standard library's own source, without its tests, which i
     python tests/models/train.py --minutes 90            # resumes from build/tiny-training/checkpoint.pt if it is there
     python tests/models/train.py --export-only           # writes the model folders from the checkpoint as it is
 
-The learning rate falls linearly with the time spent, so a run always ends at rate zero; the time spent is part of the checkpoint.
+The learning rate falls linearly with the time spent, so a run always ends at rate zero; the checkpoint keeps the time.
 """
 
 import argparse
@@ -128,6 +128,10 @@ def export(target, draft, tokenizer, held_out, figures):
 
         save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save_pretrained(folder)
+        # the class DeepSeek's files name, which does not fit a byte-level tokenizer.json: the loader must cope
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings["tokenizer_class"] = "LlamaTokenizerFast"
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     (HERE / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
