@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from dispatch.decoding import CachedModel
     from dispatch.drafters import Drafter
     from dispatch.evidence import EvidenceFile
+    from dispatch.loading import LoadedModel
     from dispatch.results import Result
-    from dispatch.targets import LoadedModel, ModelSpec
+    from dispatch.targets import ModelSpec
 
 ROOT = Path(__file__).resolve().parent
 CELL = "dispatch_cell"
@@ -120,7 +121,7 @@ def _target_of(item: pytest.Item) -> str | None:
 @pytest.fixture(scope="session")
 def target(target_name: str, request: pytest.FixtureRequest) -> LoadedModel:
     """The target under test, loaded, repaired and checked."""
-    from dispatch.targets import load_target
+    from dispatch.loading import load_target
 
     spec = _specs(request.config)[target_name]
     loaded = load_target(spec, device=_device(request.config, spec))
@@ -141,7 +142,7 @@ def get_drafter(target: LoadedModel, request: pytest.FixtureRequest) -> Callable
     """Gives the drafter of a name; each is made once per target and used for every prompt and k."""
     from dispatch.decoding import CachedModel
     from dispatch.drafters import DraftModelDrafter, PromptLookupDrafter
-    from dispatch.targets import load_draft, shared_vocabulary
+    from dispatch.loading import load_draft, shared_vocabulary
 
     made: dict[str, Drafter] = {"prompt-lookup": PromptLookupDrafter()}
 

@@ -1,4 +1,4 @@
-"""What a decode loop needs of a model: a forward over new tokens, rollback of the last n, the length, one way to pick a token."""
+"""What a decode loop needs of a model: a forward over new tokens, rollback of the last n, one way to pick a token."""
 
 import inspect
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ class CachedModel:
         expected = self.length + len(tokens)
         if not tokens or expected > self.context_limit:
             raise CacheError(
-                f"forward of {len(tokens)} tokens over a cache of {self.length}: expected 1 or more, {self.context_limit} in all"
+                f"forward of {len(tokens)} tokens over {self.length} cached: expected 1 or more, {self.context_limit} in all"
             )
         input_ids = torch.tensor([list(tokens)], device=self._device)
         output = self._model(input_ids=input_ids, use_cache=True, **{self._cache_argument: self._cache})
