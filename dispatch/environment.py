@@ -39,21 +39,25 @@ class GpuProblem:
 
 def gpu_problem() -> GpuProblem | None:
     """None if a kernel runs on the first GPU; otherwise why not, naming driver and torch build."""
-    driver = _driver()
-    devices = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+    driver, devices = _driver(), _devices()
     about = f"torch {torch.__version__} (CUDA {torch.version.cuda or 'none: a CPU build'}), driver {driver or 'not found'}"
     present = bool(driver or devices)
     try:
         if torch.cuda.is_available():
+            present = True
             torch.ones(1, device="cuda").add_(1).item()
             return None
-        # is_available hides the reason; asking for the device count again through init tells it
+        # is_available hides the reason, init tells it
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "torch sees no GPU"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
     seen = f"; the machine has {', '.join(devices)}" if devices else ""
     return GpuProblem(message=f"no usable GPU: {reason} [{about}{seen}]", broken=present)
+
+
+def _devices() -> list[str]:
+    return sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _driver() -> str | None:

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ class LoadedModel:
     """A model in eval mode that passed every check of `load_target`, and what decoding needs to know of it."""
 
     spec: ModelSpec
-    model: Any
-    tokenizer: Any
+    model: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
     repairs: tuple[RepairReport, ...]
     weights: str
     """"safetensors" or "bin": what the weights were read from."""
@@ -73,16 +73,13 @@ def load_target(spec: ModelSpec, *, device: str | torch.device = "cpu") -> Loade
     _check_positions(spec, model)
     tokenizer, report = _tokenizer(spec, folder)
     reports.append(report)
-    limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 2:
-        raise LoadError(f"{spec.name}: config.max_position_embeddings is {limit!r}, expected the context limit in tokens")
     return LoadedModel(
         spec=spec,
         model=model,
         tokenizer=tokenizer,
         repairs=tuple(reports),
         weights=weights,
-        context_limit=limit,
+        context_limit=_context_limit(spec, config),
         eos_ids=_eos_ids(model, config),
     )
 
@@ -174,19 +171,18 @@ def _tokenizer(spec: ModelSpec, folder: str) -> tuple[Any, RepairReport]:
 
 
 def _weights(spec: ModelSpec, folder: str, kind: str, config: PretrainedConfig) -> PreTrainedModel:
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=spec.dtype,
-            trust_remote_code=spec.remote_code,
-            use_safetensors=kind == "safetensors",
-            weights_only=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except RuntimeError as error:
-        raise LoadError(f"{spec.name}: transformers could not load the weights: {error}") from error
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=spec.dtype,
+        trust_remote_code=spec.remote_code,
+        use_safetensors=kind == "safetensors",
+        weights_only=True,
+        local_files_only=True,
+        output_loading_info=True,
+        # not to be ignored, but to be named below; by itself transformers says only that there is one
+        ignore_mismatched_sizes=True,
+    )
     model: PreTrainedModel
     model, info = loaded
     found = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
@@ -222,7 +218,7 @@ def _check_parameters(spec: ModelSpec, model: nn.Module) -> None:
         finite = torch.isfinite(tensor)
         if not bool(finite.all()):
             index = tuple((~finite).nonzero()[0].tolist())
-            raise LoadError(f"{spec.name}: {name}{list(index)} is {float(tensor[index])}, expected finite weights")
+            raise LoadError(f"{spec.name}: {name}{list(index)} is {tensor[index].item()}, expected finite weights")
 
 
 @torch.inference_mode()
@@ -244,6 +240,13 @@ def _check_positions(spec: ModelSpec, model: Any) -> None:
             f"{spec.name}: moving a token changes no logit (the first is {float(apart[0]):.6g} both times), "
             "expected a dependence on position: are the rotary frequencies all zero?"
         )
+
+
+def _context_limit(spec: ModelSpec, config: PretrainedConfig) -> int:
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 2:
+        raise LoadError(f"{spec.name}: config.max_position_embeddings is {limit!r}, expected the context limit in tokens")
+    return limit
 
 
 def _eos_ids(model: Any, config: PretrainedConfig) -> frozenset[int]:

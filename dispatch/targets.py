@@ -31,7 +31,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         is_folder = Path(self.source).is_dir()
-        if not is_folder and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.source):
+        if not is_folder and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.source):
             raise InputError(f"model source {self.source!r}: expected an existing folder, or a hub id such as org/name")
         if not is_folder and not re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
             raise InputError(
@@ -78,7 +78,7 @@ def target_spec(text: str, *, remote_code: bool = False, draft: str | None = Non
     if text in TARGETS:
         return TARGETS[text]
     source, _, revision = text.partition("@")
-    if Path(text).is_dir():
+    if text and Path(text).is_dir():
         source, revision = str(Path(text).resolve()), ""
     elif "/" not in text:
         raise InputError(f"unknown target {text!r}: expected one of {', '.join(TARGETS)}, a folder, or org/name@commit")

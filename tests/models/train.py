@@ -23,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -84,8 +85,8 @@ def build_models(vocab_size):
         LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=128,
-            intermediate_size=320,
-            num_hidden_layers=1,
+            intermediate_size=192,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=SEQUENCE,
@@ -95,6 +96,14 @@ def build_models(vocab_size):
         )
     )
     return target, draft
+
+
+def make_optimizer(model):
+    """AdamW; what is not a matrix (the norms) does not decay."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 def balance_loss(model):
@@ -124,8 +133,6 @@ def export(target, draft, tokenizer, held_out, figures):
         if model is draft:
             draft.config.dtype = torch.bfloat16
             draft.config.save_pretrained(folder)
-        from safetensors.torch import save_file
-
         save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save_pretrained(folder)
         # the class DeepSeek's files name, which does not fit a byte-level tokenizer.json: the loader must cope
@@ -141,6 +148,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate at the start (default 3e-3)")
     parser.add_argument("--work", type=Path, default=Path("build/tiny-training"), help="where checkpoints go")
+    parser.add_argument("--restart-draft", action="store_true", help="resume the target with a new draft beside it")
     parser.add_argument("--export-only", action="store_true", help="write the model folders from the checkpoint")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -156,18 +164,17 @@ def main():
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     held_out = encode(tokenizer, held_out_texts)
     target, draft = build_models(vocab_size)
-    groups = [
-        {"params": [p for m in (target, draft) for p in m.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for m in (target, draft) for p in m.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=args.rate, betas=(0.9, 0.95), fused=True)
-    step, spent = 0, 0.0
+    pair = {"target": target, "draft": draft}
+    optimizers = {name: make_optimizer(model) for name, model in pair.items()}
+    step, spent, draft_from = 0, 0.0, 0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
-        target.load_state_dict(state["target"])
-        draft.load_state_dict(state["draft"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, spent = state["step"], state["spent"]
+        step, spent, draft_from = state["step"], state["spent"], state["draft_from"]
+        if args.restart_draft:
+            draft_from = step
+        for name in ("target",) if args.restart_draft else pair:
+            pair[name].load_state_dict(state[name])
+            optimizers[name].load_state_dict(state["optimizers"][name])
     if not args.export_only:
         tokens = encode(tokenizer, texts)
         print(f"{len(texts)} files, {len(tokens):,} tokens to train on, {len(held_out):,} held out", file=sys.stderr)
@@ -175,11 +182,11 @@ def main():
     def save():
         torch.save(
             {
-                "target": target.state_dict(),
-                "draft": draft.state_dict(),
-                "optimizer": optimizer.state_dict(),
+                **{name: model.state_dict() for name, model in pair.items()},
+                "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
                 "step": step,
                 "spent": spent,
+                "draft_from": draft_from,
             },
             checkpoint.with_suffix(".new"),
         )
@@ -195,9 +202,9 @@ def main():
             starts = torch.randint(len(tokens) - SEQUENCE - 1, (BATCH,), generator=generator)
             batch = torch.stack([tokens[s : s + SEQUENCE + 1] for s in starts.tolist()])
             inputs, labels = batch[:, :-1], batch[:, 1:].reshape(-1)
-            warm_up = min(1.0, (step + 1) / 100)
-            for group in optimizer.param_groups:
-                group["lr"] = args.rate * warm_up * max(0.0, 1 - spent / budget)
+            for optimizer, since in ((optimizers["target"], 0), (optimizers["draft"], draft_from)):
+                for group in optimizer.param_groups:
+                    group["lr"] = args.rate * min(1.0, (step + 1 - since) / 100) * max(0.0, 1 - spent / budget)
             target.train()
             draft.train()
             logits = target(input_ids=inputs, use_cache=False).logits.view(-1, vocab_size)
@@ -206,10 +213,10 @@ def main():
             drafted = draft(input_ids=inputs, use_cache=False).logits.view(-1, vocab_size)
             draft_loss = F.cross_entropy(drafted, logits.detach().softmax(-1))
             draft_loss.backward()
-            for model in (target, draft):
+            for name, model in pair.items():
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+                optimizers[name].step()
+                optimizers[name].zero_grad(set_to_none=True)
             for name, value in (("target", target_loss.item()), ("draft", draft_loss.item())):
                 if not math.isfinite(value):
                     raise RuntimeError(f"step {step}: {name} loss is {value}")
@@ -228,6 +235,7 @@ def main():
     figures = {
         "steps": step,
         "tokens_seen": step * BATCH * SEQUENCE,
+        "draft_from_step": draft_from,
         "minutes": round(spent / 60, 1),
         "seed": args.seed,
         "python": sys.version.split()[0],

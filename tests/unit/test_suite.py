@@ -1,0 +1,211 @@
+"""The suite as a user runs it, in a copy of this repository: that it goes red when it must, and what it leaves behind."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SNAPSHOTS = Path("snapshots", "test_decode_snapshots")
+ONE_CELL = (
+    "tests/gpu/test_throughput.py",
+    "-k",
+    "test_throughput and draft-model and k4 and prose",
+    "--target=tiny",
+    "--rounds=1",
+)
+
+
+class Copy:
+    def __init__(self, root):
+        self.root = root
+
+    def run(self, *arguments, **environment):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        settings = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment}
+        done = subprocess.run(command, cwd=self.root, env=settings, capture_output=True, text=True, timeout=500, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    def edit(self, path, old, new):
+        source = (self.root / path).read_text()
+        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {path}"
+        (self.root / path).write_text(source.replace(old, new))
+
+    def evidence(self):
+        (file,) = (self.root / "evidence").glob("*.jsonl")
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture
+def copy(tmp_path):
+    for name in ("dispatch", "snapshots", "tests/gpu", "tests/models"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return Copy(tmp_path)
+
+
+def test_green_cell_and_all_it_leaves_behind(copy):
+    code, output = copy.run(*ONE_CELL, "--benchmark-json=out.json")
+    assert code == 0, output
+    assert "dispatch: targets tiny (cpu)" in output
+    assert re.search(r"tiny +draft-model +4 +1/1 +\d+\.\d% +\d\.\d\d +\d+\.\d +\d\.\d\dx", output), output
+    report = json.loads((copy.root / "out.json").read_text())
+    assert report["machine_info"]["torch"] == torch.__version__
+    (row,) = report["benchmarks"]
+    info = row["extra_info"]
+    assert (info["target"], info["prompt"], info["drafter"], info["k"], info["matched"]) == (
+        "tiny",
+        "prose",
+        "draft-model",
+        4,
+        True,
+    )
+    assert 0 <= info["acceptance_rate"] <= 1
+    assert info["seconds"] == row["stats"]["median"] > 0
+    assert info["baseline_seconds"] > 0
+    kinds = {record["kind"]: record for record in copy.evidence()}
+    assert kinds["environment"]["torch"] == torch.__version__
+    assert kinds["cell"]["token_ids"] == kinds["baseline"]["tokens"]
+    assert kinds["cell"]["difference"] is None
+
+
+FAULTS = {
+    "accept-rule": (
+        "dispatch/speculative.py",
+        "        if token != picked[i]:\n            return i\n",
+        "",
+        "tokens differ first at position",
+    ),
+    "own-token": ("dispatch/speculative.py", "picked[accepted]]", "picked[-1]]", "tokens differ first at position"),
+    "rollback-count": (
+        "dispatch/speculative.py",
+        "target.rollback(forwarded - len(new))",
+        "target.rollback(max(0, forwarded - len(new) - 1))",
+        "the target's cache holds",
+    ),
+    "rollback-content": (
+        "dispatch/decoding.py",
+        "            self._cache.crop(-count)\n",
+        "            for layer in self._cache.layers:\n"
+        "                layer.keys, layer.values = layer.keys[..., count:, :], layer.values[..., count:, :]\n",
+        "tokens differ first at position",
+    ),
+    "draft-cache": ("dispatch/drafters.py", "        del self._held[agreed:]\n", "", "the draft's cache has"),
+    "frequencies": (
+        "dispatch/loading.py",
+        "    reports += repair_model(model)\n",
+        "",
+        "the repair 'rotary-buffers' was expected and matched nothing",
+    ),
+    "collapse": (
+        "dispatch/decoding.py",
+        "    return rows\n",
+        "    return [5] * len(rows)\n",
+        "is implausible: one repeated token [5]",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_red_and_leaves_no_row(copy, fault):
+    path, old, new, message = FAULTS[fault]
+    copy.edit(path, old, new)
+    code, output = copy.run(*ONE_CELL, "--benchmark-json=out.json")
+    assert code == 1, output
+    assert message in output
+    assert json.loads((copy.root / "out.json").read_text())["benchmarks"] == []
+    if "tokens differ" in message:
+        cell = copy.evidence()[-1]
+        assert cell["matched"] is False
+        assert cell["difference"] in output
+        assert re.search(r"tiny +draft-model +4 +0/1", output), output
+
+
+def test_snapshots_of_targets_that_did_not_run_survive_an_update(copy):
+    theirs = copy.root / SNAPSHOTS / "test_decode[deepseek-moe-16b-prose].txt"
+    theirs.write_text("recorded on a GPU\n")
+    ours = {path.name: path.read_text() for path in (copy.root / SNAPSHOTS).iterdir()}
+    # on a machine with a GPU the 16B would be loaded and run here
+    hide = {"CUDA_VISIBLE_DEVICES": ""} if not torch.cuda.is_available() else {}
+    choices = [("--target=tiny",), ("-m", "not gpu"), ()] if not hide or not torch.cuda.is_available() else [("-m", "not gpu")]
+    for choice in choices:
+        code, output = copy.run("tests/gpu/test_decode_snapshots.py", "--snapshot-update", *choice, **hide)
+        assert code == 0, output
+        assert {path.name: path.read_text() for path in (copy.root / SNAPSHOTS).iterdir()} == ours
+
+
+def test_changed_token_is_one_changed_line(copy):
+    path = copy.root / SNAPSHOTS / "test_decode[tiny-prose].txt"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[6] = "   5   2000 'elsewhere'\n"
+    lines[-1] = "torch: another\n"
+    path.write_text("".join(lines))
+    code, output = copy.run("tests/gpu/test_decode_snapshots.py", "-k", "test_decode and prose", "--target=tiny", "-vv")
+    assert code == 1, output
+    assert re.findall(r"^E +([-+]) +5 +\d+ '.*'$", output, re.MULTILINE) == ["-", "+"], output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so that these runs would use it")
+@pytest.mark.parametrize("choice", [("-m", "gpu"), ("tests/gpu", "-k", "deepseek"), ("tests/gpu", "--target=deepseek-moe-16b")])
+def test_gpu_tests_alone_without_a_gpu_fail_and_say_why(copy, choice):
+    code, output = copy.run(*choice)
+    assert code == 4, output
+    assert re.search(r"ERROR: no usable GPU: .*\[torch .*driver .*\]\. (\d+) of \1 selected tests need one", output), output
+
+
+def test_broken_gpu_is_not_skipped(copy):
+    (copy.root / "plant.py").write_text(
+        "from dispatch import environment\n"
+        "environment.gpu_problem = lambda: environment.GpuProblem(message='no usable GPU: cuInit failed', broken=True)\n"
+    )
+    code, output = copy.run("tests/gpu/test_token_match.py", "-p", "plant")
+    assert code == 4, output
+    assert "ERROR: no usable GPU: cuInit failed. 32 of 64 selected tests need one" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target=tinny",), "unknown target 'tinny': expected one of tiny, deepseek-moe-16b, a folder, or org/name@commit"),
+        (("--target=org/name@main",), "org/name has revision 'main': expected a full commit hash of 40 hexadecimal digits"),
+        (("--target=tiny", "-m", "gpu"), "--target tiny leaves nothing to test"),
+    ],
+)
+def test_targets_that_cannot_be_run(copy, arguments, message):
+    code, output = copy.run("tests/gpu", *arguments)
+    assert code == 4, output
+    assert f"ERROR: {message}" in output
+
+
+def test_target_in_a_folder(copy):
+    model = copy.root / "my-model"
+    shutil.copytree(copy.root / "tests/models/tiny-moe", model)
+    one = ("tests/gpu/test_token_match.py", "-k", "draft-model and k4 and prose", f"--target={model}", "--device=cpu")
+    code, output = copy.run(*one)
+    assert code == 1, output
+    assert "pass --trust-remote-code" in output
+    code, output = copy.run(*one, "--trust-remote-code", f"--draft={copy.root / 'tests/models/tiny-draft'}")
+    assert code == 0, output
+    assert re.search(r"my-model +draft-model +4 +1/1", output), output
+    code, output = copy.run(*one, "--trust-remote-code", "-rs")
+    assert code == 0, output
+    assert "target my-model names no draft model; give one with --draft" in output
+
+
+def test_benchmarks_from_other_hardware_are_not_compared(copy):
+    code, output = copy.run(*ONE_CELL, "--benchmark-save=one", "--benchmark-storage=file://./kept")
+    assert code == 0, output
+    (saved,) = (copy.root / "kept").rglob("*.json")
+    report = json.loads(saved.read_text())
+    report["machine_info"]["gpu"] = "NVIDIA A40"
+    saved.write_text(json.dumps(report))
+    code, output = copy.run(*ONE_CELL, "--benchmark-compare", "--benchmark-storage=file://./kept")
+    assert code != 0
+    assert "these benchmarks were made on other hardware" in output
