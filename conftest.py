@@ -125,7 +125,11 @@ def target(target_name: str, request: pytest.FixtureRequest) -> LoadedModel:
 
     spec = _specs(request.config)[target_name]
     loaded = load_target(spec, device=_device(request.config, spec))
-    _report(request.config).append(f"{spec.name}: weights from {loaded.weights}, repairs {', '.join(map(str, loaded.repairs))}")
+    size = sum(parameter.nbytes for parameter in loaded.model.parameters()) / 2**20
+    _report(request.config).append(
+        f"{spec.name}: {size:,.0f} MiB of {str(spec.dtype).removeprefix('torch.')} weights from {loaded.weights}; "
+        f"repairs {', '.join(map(str, loaded.repairs))}"
+    )
     return loaded
 
 

@@ -120,14 +120,15 @@ def _folder(spec: ModelSpec) -> tuple[str, str]:
     """The local folder that holds the model, downloaded if need be, and which kind of weight files it has."""
     folder = spec.source
     if not Path(folder).is_dir():
-        code = ["*.py"] if spec.remote_code else []
-        folder = snapshot_download(
-            spec.source, revision=spec.revision, allow_patterns=["*.json", "*.model", "*.safetensors", *code]
-        )
-        if not any(Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(
-                spec.source, revision=spec.revision, allow_patterns=["*.json", "*.model", "*.bin", *code]
-            )
+        wanted = ["*.json", "*.model", *(["*.py"] if spec.remote_code else [])]
+        try:
+            folder = snapshot_download(spec.source, revision=spec.revision, allow_patterns=[*wanted, "*.safetensors"])
+            if not any(Path(folder).glob("*.safetensors")):
+                folder = snapshot_download(spec.source, revision=spec.revision, allow_patterns=[*wanted, "*.bin"])
+        except (OSError, ValueError) as error:
+            raise LoadError(
+                f"{spec.name}: {spec.source} at {spec.revision} is not in the local cache and could not be downloaded: {error}"
+            ) from error
     for kind, pattern in (("safetensors", "*.safetensors"), ("bin", "*.bin")):
         if any(Path(folder).glob(pattern)):
             return folder, kind

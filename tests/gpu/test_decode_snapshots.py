@@ -13,6 +13,7 @@ SNAPSHOTS = Path(__file__).resolve().parents[2] / "snapshots"
 FOOTER = "--- recorded on (not compared) ---\n"
 # Forwards of different width differ by about 1e-6 in fp32 on logits of about 10; a gap 10,000 times that is no rounding.
 SMALLEST_GAP = 0.01
+TOKENS = 64
 
 
 class DecodeSnapshots(SingleFileSnapshotExtension):
@@ -38,6 +39,8 @@ def test_decode(target_name, prompt, target, baseline, snapshot, request):
     recorded = (SNAPSHOTS / Path(__file__).stem / name).exists()
     if not (recorded or request.config.option.update_snapshots or target_name == "tiny"):
         pytest.skip(f"no snapshot of {target_name} is recorded yet: run this test with --snapshot-update, and commit {name}")
+    if request.config.getoption("--max-new-tokens") != TOKENS:
+        pytest.skip(f"snapshots are of {TOKENS} tokens, --max-new-tokens asks for another number")
     result = baseline(prompt)
     lines = [f"{i:4} {token:6} {target.decode([token])!r}\n" for i, token in enumerate(result.tokens)]
     facts = {**describe_environment(), "smallest top-2 gap": f"{min(pair.gap for pair in result.top_two):.3g}"}

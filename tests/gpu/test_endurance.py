@@ -30,9 +30,7 @@ def resident():
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model"])
 def test_twenty_prompts_leave_nothing_behind(target_name, drafter, target, cached_target, get_drafter):
     drafter = get_drafter(drafter)
-    text = target.encode(
-        "    def __init__(self, name, value=None):\n        self.name = name\n        self.value = value\n" * 3
-    )
+    text = target.encode("def set(self, name, value=None):\n    self.name = name\n    self.value = value\n" * 4)
 
     def decode(length):
         result = decode_speculative(cached_target, drafter, text[:length], k=4, max_new_tokens=24, eos_ids=target.eos_ids)

@@ -3,6 +3,7 @@
 import statistics
 
 import pytest
+import torch
 
 from dispatch.prompts import PROMPTS
 
@@ -18,10 +19,15 @@ def test_baseline_throughput(target_name, prompt, target, baseline, decode_basel
 @pytest.mark.parametrize("k", [1, 2, 4, 8], ids="k{}".format)
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model"])
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_throughput(target_name, prompt, drafter, k, baseline, decode_baseline, decode_drafted, judge, benchmark, request):
+def test_throughput(
+    target_name, prompt, drafter, k, target, baseline, decode_baseline, decode_drafted, judge, benchmark, request
+):
     rounds = request.config.getoption("--rounds")
     baseline(prompt)
     baseline_seconds = []
+    on_gpu = target.model.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
 
     def decode_baseline_first():
         plain = decode_baseline(prompt)
@@ -41,4 +47,5 @@ def test_throughput(target_name, prompt, drafter, k, baseline, decode_baseline, 
         mean_acceptance_length=result.mean_acceptance_length,
         tokens_per_forward=result.tokens_per_forward,
         acceptance_by_position=result.acceptance_by_position,
+        **({"peak_gpu_bytes": torch.cuda.max_memory_allocated()} if on_gpu else {}),
     )

@@ -191,6 +191,36 @@ def test_hub_ids_must_be_pinned(revision):
         ModelSpec(name="x", source="deepseek-ai/deepseek-moe-16b-base", revision=revision, remote_code=True)
 
 
+def test_hub_model_that_cannot_be_had(monkeypatch, tmp_path):
+    def offline(source, revision, allow_patterns):
+        raise FileNotFoundError("outgoing traffic has been disabled")
+
+    monkeypatch.setattr(loading, "snapshot_download", offline)
+    with pytest.raises(LoadError, match=r"deepseek-moe-16b: deepseek-ai/.* at 521d2bc.* could not be downloaded: outgoing"):
+        load_target(TARGETS["deepseek-moe-16b"])
+
+
+def test_hub_model_is_fetched_at_its_commit_and_bin_files_only_without_safetensors(monkeypatch, tmp_path):
+    asked = []
+
+    def download(source, revision, allow_patterns):
+        asked.append((source, revision, allow_patterns))
+        if "*.bin" in allow_patterns:
+            (tmp_path / "pytorch_model.bin").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(loading, "snapshot_download", download)
+    hub = ModelSpec(name="x", source="org/name", revision="0" * 40)
+    assert loading._folder(hub) == (str(tmp_path), "bin")
+    assert asked == [
+        ("org/name", "0" * 40, ["*.json", "*.model", "*.safetensors"]),
+        ("org/name", "0" * 40, ["*.json", "*.model", "*.bin"]),
+    ]
+    (tmp_path / "model.safetensors").touch()
+    assert loading._folder(replace(hub, remote_code=True)) == (str(tmp_path), "safetensors")
+    assert asked[2:] == [("org/name", "0" * 40, ["*.json", "*.model", "*.py", "*.safetensors"])]
+
+
 @pytest.mark.parametrize("text", ["tinny", "deepseek-moe", "", "no/such/folder", "../elsewhere"])
 def test_unknown_targets(text):
     with pytest.raises(InputError, match="unknown target|expected an existing folder, or a hub id"):
