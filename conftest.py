@@ -54,13 +54,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _asked(config: pytest.Config) -> dict[str, ModelSpec]:
     """The targets that --target names, by name."""
     from dispatch.errors import InputError
-    from dispatch.targets import target_spec
+    from dispatch.targets import TARGETS, target_spec
 
     remote_code, draft = config.getoption("--trust-remote-code"), config.getoption("--draft")
     try:
         specs = [target_spec(text, remote_code=remote_code, draft=draft) for text in config.getoption("--target")]
     except InputError as error:
         raise pytest.UsageError(str(error)) from error
+    names = [spec.name for spec in specs]
+    for spec in specs:
+        if names.count(spec.name) > 1 or TARGETS.get(spec.name, spec) != spec:
+            raise pytest.UsageError(f"two targets are named {spec.name!r}, which names tests and snapshots: rename the folder")
     return {spec.name: spec for spec in specs}
 
 
@@ -163,12 +167,12 @@ def get_drafter(target: LoadedModel, request: pytest.FixtureRequest) -> Callable
 
 
 @pytest.fixture(scope="session")
-def decode_baseline(target: LoadedModel, request: pytest.FixtureRequest) -> Callable[[str], Result]:
-    """Plain greedy decoding of a prompt by name; every call decodes anew."""
+def decode_baseline(target: LoadedModel, request: pytest.FixtureRequest) -> Callable[..., Result]:
+    """Plain greedy decoding of a prompt by name; every call decodes anew. keep_top_two=False where it is timed."""
     from dispatch.oracle import decode_greedy
     from dispatch.prompts import PROMPTS
 
-    def decode(prompt: str) -> Result:
+    def decode(prompt: str, keep_top_two: bool = True) -> Result:
         return decode_greedy(
             target.model,
             target.encode(PROMPTS[prompt]),
@@ -176,13 +180,14 @@ def decode_baseline(target: LoadedModel, request: pytest.FixtureRequest) -> Call
             context_limit=target.context_limit,
             eos_ids=target.eos_ids,
             to_text=target.decode,
+            keep_top_two=keep_top_two,
         )
 
     return decode
 
 
 @pytest.fixture(scope="session")
-def baseline(target: LoadedModel, decode_baseline: Callable[[str], Result], evidence: EvidenceFile) -> Callable[[str], Result]:
+def baseline(target: LoadedModel, decode_baseline: Callable[..., Result], evidence: EvidenceFile) -> Callable[[str], Result]:
     """The baseline of a prompt by name, decoded once per session. Fails the test if it is no ground for a comparison."""
     from dispatch.gates import implausibility
 
@@ -297,10 +302,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     from dispatch.environment import describe_environment
 
     facts = describe_environment()
-    names = [
-        f"{name} ({_device(config, spec)}{', needs a GPU' if spec.gpu else ''})"
-        for name, spec in (_asked(config) or _specs(config)).items()
-    ]
+    targets = {name: (spec, _device(config, spec)) for name, spec in (_asked(config) or _specs(config)).items()}
+    names = [f"{name} ({'needs a GPU' if spec.gpu and on == 'cpu' else on})" for name, (spec, on) in targets.items()]
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers", "triton"))
     return [
         f"dispatch: targets {', '.join(names)}",

@@ -40,12 +40,13 @@ class LoadedModel:
     """"safetensors" or "bin": what the weights were read from."""
     context_limit: int
     eos_ids: frozenset[int]
+    first_id: int | None
+    """The id that every prompt begins with, if any."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the beginning-of-sequence id where the model has one."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        bos = self.tokenizer.bos_token_id
-        return ids if bos is None else [bos, *ids]
+        """Token ids of a prompt, with a beginning-of-sequence id where tokenizer_config.json asks for one."""
+        ids: list[int] = self.tokenizer(text).input_ids
+        return ids if self.first_id is None or ids[:1] == [self.first_id] else [self.first_id, *ids]
 
     def decode(self, ids: Any) -> str:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -71,7 +72,7 @@ def load_target(spec: ModelSpec, *, device: str | torch.device = "cpu") -> Loade
     verify_buffers(model)
     _check_parameters(spec, model)
     _check_positions(spec, model)
-    tokenizer, report = _tokenizer(spec, folder)
+    tokenizer, first_id, report = _tokenizer(spec, folder)
     reports.append(report)
     return LoadedModel(
         spec=spec,
@@ -81,6 +82,7 @@ def load_target(spec: ModelSpec, *, device: str | torch.device = "cpu") -> Loade
         weights=weights,
         context_limit=_context_limit(spec, config),
         eos_ids=_eos_ids(model, config),
+        first_id=first_id,
     )
 
 
@@ -150,14 +152,14 @@ def _config(spec: ModelSpec, folder: str) -> PretrainedConfig:
     return config
 
 
-def _tokenizer(spec: ModelSpec, folder: str) -> tuple[Any, RepairReport]:
-    """The tokenizer as tokenizer.json defines it, whatever class tokenizer_config.json names.
+def _tokenizer(spec: ModelSpec, folder: str) -> tuple[Any, int | None, RepairReport]:
+    """The tokenizer as tokenizer.json defines it, whatever class tokenizer_config.json names, and the id prompts begin with.
 
     DeepSeek's files name LlamaTokenizerFast over a byte-level tokenizer.json; 5.x follows the name and loses every space
     (transformers #45488). Raises LoadError if text does not survive encoding and decoding.
     """
-    settings = Path(folder, "tokenizer_config.json")
-    named = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.exists() else None
+    path = Path(folder, "tokenizer_config.json")
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     generic = Path(folder, "tokenizer.json").exists()
     loader = PreTrainedTokenizerFast if generic else AutoTokenizer
     tokenizer = loader.from_pretrained(folder, local_files_only=True)
@@ -167,8 +169,10 @@ def _tokenizer(spec: ModelSpec, folder: str) -> tuple[Any, RepairReport]:
         raise LoadError(
             f"{spec.name}: the tokenizer ({type(tokenizer).__name__}) turns {_PROBE!r} into {back!r}, expected it back"
         )
-    renamed = generic and str(named).startswith("Llama")
-    return tokenizer, RepairReport(name="tokenizer-class", matched=1, changed=int(renamed))
+    renamed = generic and str(settings.get("tokenizer_class")).startswith("Llama")
+    # the setting belongs to the class that the file names, so the class in use does not follow it
+    first_id = tokenizer.bos_token_id if settings.get("add_bos_token") else None
+    return tokenizer, first_id, RepairReport(name="tokenizer-class", matched=1, changed=int(renamed))
 
 
 def _weights(spec: ModelSpec, folder: str, kind: str, config: PretrainedConfig) -> PreTrainedModel:

@@ -25,10 +25,12 @@ def decode_greedy(
     eos_ids: Collection[int] = (),
     to_text: Callable[[Sequence[int]], str] = str,
     use_cache: bool = True,
+    keep_top_two: bool = True,
 ) -> Result:
     """Greedy continuation of prompt token ids by a transformers causal model, with the top two logits behind each token.
 
     use_cache=False forwards the whole sequence for every token: slow, and the check of this very function.
+    keep_top_two=False leaves out the top two: a baseline that is timed must not do more than what it is compared with.
     Raises InputError for a bad prompt or budget, NonFiniteLogitsError for logits no token can be picked from.
     """
     embeddings = model.get_input_embeddings().weight
@@ -40,21 +42,23 @@ def decode_greedy(
     finish_reason: FinishReason | None = None
     started = prefilled = time.perf_counter()
     while finish_reason is None:
-        new = sequence[-1:] if use_cache and top_two else sequence
+        new = sequence[-1:] if use_cache and len(sequence) > len(prompt) else sequence
         output = model(input_ids=torch.tensor([new], device=embeddings.device), **arguments)
         if cache is not None and cache.get_seq_length() != len(sequence):
             raise CacheError(f"the model's cache holds {cache.get_seq_length()} tokens, expected {len(sequence)}")
         row = output.logits[0, -1].float()
         token = pick(row[None])[0]
-        values, ids = (pair.tolist() for pair in row.topk(2))
-        other = ids[1] if ids[0] == token else ids[0]
-        top_two.append(TopTwo(ids=(token, other), logits=(values[0], values[1])))
+        if keep_top_two:
+            values, ids = (pair.tolist() for pair in row.topk(2))
+            other = ids[1] if ids[0] == token else ids[0]
+            top_two.append(TopTwo(ids=(token, other), logits=(values[0], values[1])))
         sequence.append(token)
-        if len(top_two) == 1:
+        new_tokens = len(sequence) - len(prompt)
+        if new_tokens == 1:
             prefilled = time.perf_counter()
         if token in eos_ids:
             finish_reason = "eos"
-        elif len(top_two) == max_new_tokens:
+        elif new_tokens == max_new_tokens:
             finish_reason = "max_new_tokens"
         elif len(sequence) == context_limit:
             finish_reason = "context_limit"

@@ -2,7 +2,7 @@
 
 The text is the Python standard library's own source, without its tests, which is on every machine that has Python.
 
-    python tests/models/train.py --minutes 90            # resumes from build/tiny-training/checkpoint.pt if it is there
+    python tests/models/train.py --minutes 80            # resumes from build/tiny-training/checkpoint.pt if it is there
     python tests/models/train.py --export-only           # writes the model folders from the checkpoint as it is
 
 The learning rate falls linearly with the time spent, so a run always ends at rate zero; the checkpoint keeps the time.
@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicCache
 
 from dispatch.repairs import repair_config, repair_transformers
 
@@ -111,6 +112,58 @@ def balance_loss(model):
 
 
 @torch.no_grad()
+def continue_greedily(target, tokens, generator, *, prompts=64, new=128):
+    """Random pieces of the text, and what the target makes of them.
+
+    Returns the sequences, int64 [prompts, length + new], the pieces' length, and the target's distribution behind each new
+    token, sharpened towards its choice: the 16 likeliest ids, int64 [prompts, new, 16], and their probabilities.
+    """
+    length = int(torch.randint(12, 100, (1,), generator=generator))
+    starts = torch.randint(len(tokens) - length, (prompts,), generator=generator)
+    sequences = torch.stack([tokens[s : s + length] for s in starts.tolist()])
+    cache = DynamicCache(config=target.config)
+    latest, ids, weights = sequences, [], []
+    for _ in range(new):
+        best = target(input_ids=latest, past_key_values=cache, use_cache=True).logits[:, -1].topk(16)
+        ids.append(best.indices)
+        weights.append((2 * best.values).softmax(-1))
+        latest = best.indices[:, :1]
+        sequences = torch.cat([sequences, latest], dim=-1)
+    return sequences, length, torch.stack(ids, dim=1), torch.stack(weights, dim=1)
+
+
+def imitate(target, draft, tokens, *, minutes, rate, seed):
+    """Teaches the draft the target's own greedy continuations, which is what it will have to guess.
+
+    A third of the time goes into writing them, the rest into learning them.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    target.eval()
+    written, started, budget = [], time.monotonic(), minutes * 60
+    with tqdm(total=round(budget), unit="s", desc="imitate") as bar:
+        while (spent := time.monotonic() - started) < budget:
+            bar.n = round(spent)
+            bar.update(0)
+            if spent < budget / 3 or not written:
+                written.append(continue_greedily(target, tokens, generator))
+                optimizer = make_optimizer(draft.train())
+                average = None
+                continue
+            sequences, length, ids, weights = written[int(torch.randint(len(written), (1,), generator=generator))]
+            some = torch.randperm(len(sequences), generator=generator)[:16]
+            for group in optimizer.param_groups:
+                group["lr"] = rate * (1 - spent / budget) * 1.5
+            logits = draft(input_ids=sequences[some, :-1], use_cache=False).logits[:, length - 1 :]
+            loss = -(logits.log_softmax(-1).gather(-1, ids[some]) * weights[some]).sum(-1).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
+            bar.set_postfix(loss=f"{average:.3f}", written=64 * len(written), refresh=False)
+
+
+@torch.no_grad()
 def held_out_loss(model, tokens, windows=200):
     """Mean next-token loss in nats over the first `windows` windows of held-out text."""
     model.eval()
@@ -137,18 +190,21 @@ def export(target, draft, tokenizer, held_out, figures):
         tokenizer.save_pretrained(folder)
         # the class DeepSeek's files name, which does not fit a byte-level tokenizer.json: the loader must cope
         settings = json.loads((folder / "tokenizer_config.json").read_text())
-        settings["tokenizer_class"] = "LlamaTokenizerFast"
+        settings |= {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "add_eos_token": False}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     (HERE / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=90, help="time budget over all resumed runs (default 90)")
+    parser.add_argument("--minutes", type=float, default=80, help="time budget over all resumed runs (default 80)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate at the start (default 3e-3)")
     parser.add_argument("--work", type=Path, default=Path("build/tiny-training"), help="where checkpoints go")
     parser.add_argument("--restart-draft", action="store_true", help="resume the target with a new draft beside it")
+    parser.add_argument(
+        "--imitate-minutes", type=float, default=20, help="then teach the draft the target's greedy output (default 20)"
+    )
     parser.add_argument("--export-only", action="store_true", help="write the model folders from the checkpoint")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -166,10 +222,10 @@ def main():
     target, draft = build_models(vocab_size)
     pair = {"target": target, "draft": draft}
     optimizers = {name: make_optimizer(model) for name, model in pair.items()}
-    step, spent, draft_from = 0, 0.0, 0
+    step, spent, draft_from, imitated = 0, 0.0, 0, 0.0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
-        step, spent, draft_from = state["step"], state["spent"], state["draft_from"]
+        step, spent, draft_from, imitated = (state[name] for name in ("step", "spent", "draft_from", "imitated"))
         if args.restart_draft:
             draft_from = step
         for name in ("target",) if args.restart_draft else pair:
@@ -187,6 +243,7 @@ def main():
                 "step": step,
                 "spent": spent,
                 "draft_from": draft_from,
+                "imitated": imitated,
             },
             checkpoint.with_suffix(".new"),
         )
@@ -232,10 +289,15 @@ def main():
                 saved = now
     if not args.export_only:
         save()
+        if not imitated:
+            imitate(target, draft, tokens, minutes=args.imitate_minutes, rate=args.rate / 2, seed=args.seed)
+            imitated = args.imitate_minutes
+            save()
     figures = {
         "steps": step,
         "tokens_seen": step * BATCH * SEQUENCE,
         "draft_from_step": draft_from,
+        "imitation_minutes": imitated,
         "minutes": round(spent / 60, 1),
         "seed": args.seed,
         "python": sys.version.split()[0],

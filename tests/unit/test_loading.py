@@ -251,6 +251,13 @@ def test_prompts_keep_their_spaces(tiny):
     assert tiny.decode(ids) == "<|begin|>def f(x):\n    return x"
 
 
+@pytest.mark.parametrize(("setting", "expected"), [(True, [0, 5]), (False, [5]), (None, [5])])
+def test_beginning_of_sequence_as_the_settings_say(folder, setting, expected):
+    edit_json(folder / "tokenizer_config.json", add_bos_token=setting)
+    loaded = load_target(spec(folder))
+    assert loaded.encode(loaded.decode([5])) == expected
+
+
 def test_drafts_with_another_tokenizer(tiny, tmp_path):
     draft = load_draft(tiny)
     vocabulary = json.loads(draft.tokenizer.backend_tokenizer.to_str())

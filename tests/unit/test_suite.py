@@ -186,6 +186,7 @@ def test_broken_gpu_is_not_skipped(copy):
         (("--target=tinny",), "unknown target 'tinny': expected one of tiny, deepseek-moe-16b, a folder, or org/name@commit"),
         (("--target=org/name@main",), "org/name has revision 'main': expected a full commit hash of 40 hexadecimal digits"),
         (("--target=tiny", "-m", "gpu"), "--target tiny leaves nothing to test"),
+        (("--target=tests/models/tiny-moe", "--target=tests/../tests/models/tiny-moe/"), "two targets are named 'tiny-moe'"),
     ],
 )
 def test_targets_that_cannot_be_run(copy, arguments, message):
