@@ -2,14 +2,14 @@
 
 Three moments, in this order: `repair_transformers` before the remote module is imported, `repair_config` on the loaded
 config, `repair_model` on the loaded model after its last device or dtype move. Each is idempotent and changes nothing that
-is healthy. The row numbers in the names' comments are those of the table in README.md, "What is repaired".
+is healthy. README.md, "What is repaired", says what each is for.
 """
 
 import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,10 @@ def repair_transformers() -> list[RepairReport]:
     `changed` is 1 for a name this package supplies in this process, now or at an earlier call; 0 where transformers has it.
     """
     reports = []
-    for name, owner, attribute, make in _SUPPLIED:
+    for name, owner, attribute, supplied in _SUPPLIED:
         if not hasattr(owner, attribute):
-            supplied = make()
-            _supplied_names.add(name)
             setattr(owner, attribute, supplied)
+            _supplied_names.add(name)
         reports.append(RepairReport(name=name, matched=1, changed=int(name in _supplied_names)))
     if _MASKS not in sys.modules and importlib.util.find_spec(_MASKS) is None:
         sys.modules[_MASKS] = _mask_module()
@@ -84,18 +83,18 @@ def _mask_module() -> types.ModuleType:
     return module
 
 
-_MASKS = "transformers.modeling_attn_mask_utils"  # row 2
+_MASKS = "transformers.modeling_attn_mask_utils"
 _supplied_names: set[str] = set()
-_SUPPLIED: list[tuple[str, Any, str, Callable[[], Any]]] = [
-    ("torch-fx-flag", import_utils, "is_torch_fx_available", lambda: lambda: False),  # row 1
-    ("from-legacy-cache", DynamicCache, "from_legacy_cache", lambda: classmethod(_from_legacy_cache)),  # row 4
-    ("usable-length", Cache, "get_usable_length", lambda: _get_usable_length),  # row 5
-    ("to-legacy-cache", Cache, "to_legacy_cache", lambda: _to_legacy_cache),  # row 6
+_SUPPLIED: list[tuple[str, Any, str, Any]] = [
+    ("torch-fx-flag", import_utils, "is_torch_fx_available", lambda: False),
+    ("from-legacy-cache", DynamicCache, "from_legacy_cache", classmethod(_from_legacy_cache)),
+    ("usable-length", Cache, "get_usable_length", _get_usable_length),
+    ("to-legacy-cache", Cache, "to_legacy_cache", _to_legacy_cache),
 ]
 
 
 def repair_config(config: PretrainedConfig) -> RepairReport:
-    """Gives remote code the `rope_scaling` its config.json states (row 3).
+    """Gives remote code the `rope_scaling` its config.json states.
 
     5.x turns null into {"rope_type": "default", ...}, which old code takes for a scaling; that becomes None again. A real
     scaling stays, under the key "type" that old code reads. Native transformers classes read the new form and are left alone.
@@ -121,7 +120,7 @@ def repair_config(config: PretrainedConfig) -> RepairReport:
 
 
 def repair_model(model: PreTrainedModel) -> list[RepairReport]:
-    """Puts rotary modules' non-persistent buffers back to what their own class computes (rows 9 and 10).
+    """Puts rotary modules' non-persistent buffers back to what their own class computes.
 
     from_pretrained leaves those buffers as uninitialised memory, and a later `.to(dtype)` rounds inv_freq. Call it after the
     last move and before the first forward. Raises RepairError for a rotary module that cannot be rebuilt.
@@ -155,8 +154,9 @@ def verify_buffers(model: PreTrainedModel) -> int:
         definition = definition_of(name, module, model.dtype)
         for buffer, actual, expected in _differences(module, definition):
             raise RepairError(
-                f"{name}.{buffer} ({type(module).__name__}) is {_short(actual)}; its own class computes {_short(expected)}. "
-                "The loader leaves non-persistent buffers unset; run repair_model after the last device or dtype move"
+                f"{name}.{buffer} ({type(module).__name__}) is {_short(actual)}; its own class computes {_short(expected)}"
+                f"{_first_difference(actual, expected)}. The loader leaves non-persistent buffers unset; run repair_model after "
+                "the last device or dtype move, and before any forward longer than the context"
             )
         for buffer, tensor in _own_buffers(module):
             count += 1
@@ -224,6 +224,13 @@ def _differences(module: nn.Module, definition: nn.Module) -> Iterator[tuple[str
             actual[:rows].cpu() if rows else actual.cpu(), expected[:rows] if rows else expected
         ):
             yield name, actual, expected
+
+
+def _first_difference(actual: Tensor, expected: Tensor) -> str:
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return f" (shapes {tuple(actual.shape)} and {tuple(expected.shape)})"
+    index = tuple((actual.cpu() != expected).nonzero()[0].tolist())
+    return f" (first at {list(index)}: {actual[index].item():.6g}, not {expected[index].item():.6g})"
 
 
 def _short(tensor: Tensor) -> str:

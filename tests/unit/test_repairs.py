@@ -164,7 +164,8 @@ def test_real_rope_scaling_is_mapped_and_its_buffers_are_right(folder, kind, key
     tokens = torch.randint(2, 2000, (1, 300), generator=torch.Generator().manual_seed(0))  # past the context of 256
     with torch.inference_mode():
         found, expected = raw(input_ids=tokens).logits, build(folder, rope_scaling=dict(scaling))(input_ids=tokens).logits
-    assert torch.equal(found, expected)
+    # fp32 rounding, 2e-6 where the two models' weights lie at other alignments; other frequencies change logits by 0.1 and more
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     if kind == "dynamic":
         # bloc97's rule: base * (factor * length / context - (factor - 1)) ** (dim / (dim - 2))
         base = 10000 * (2 * 300 / 256 - 1) ** (HEAD_DIM / (HEAD_DIM - 2))
@@ -226,7 +227,8 @@ def test_stale_tables_are_rebuilt_at_the_next_forward(folder):
         model(input_ids=tokens)  # tables from unset frequencies, marked as up to date
     repair_model(model)
     with torch.inference_mode():
-        assert torch.equal(model(input_ids=tokens).logits, build(folder)(input_ids=tokens).logits)
+        found, expected = model(input_ids=tokens).logits, build(folder)(input_ids=tokens).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)  # as above
 
 
 def test_healthy_model_is_left_alone(folder):
@@ -307,7 +309,9 @@ def test_other_buffers_are_checked_and_not_touched(folder):
     assert verify_buffers(model) == 13
     model.model.extra.taper[1] = 7.0
     repair_model(model)
-    with pytest.raises(RepairError, match=r"model.extra.taper \(Window\) is float32 \[0, 7, 1, ...\]; its own class computes"):
+    with pytest.raises(
+        RepairError, match=r"model.extra.taper \(Window\) is float32 \[0, 7, 1, ...\]; .* \(first at \[1\]: 7, not 0.5\)"
+    ):
         verify_buffers(model)
 
 
