@@ -155,8 +155,8 @@ def verify_buffers(model: PreTrainedModel) -> int:
         for buffer, actual, expected in _differences(module, definition):
             raise RepairError(
                 f"{name}.{buffer} ({type(module).__name__}) is {_short(actual)}; its own class computes {_short(expected)}"
-                f"{_first_difference(actual, expected)}. The loader leaves non-persistent buffers unset; run repair_model after "
-                "the last device or dtype move, and before any forward longer than the context"
+                f"{_first_difference(actual, expected)}. The loader leaves non-persistent buffers unset; run repair_model "
+                "after the last device or dtype move, and before any forward longer than the context"
             )
         for buffer, tensor in _own_buffers(module):
             count += 1
