@@ -6,6 +6,7 @@ torch, transformers and dispatch are imported inside functions: `pytest-benchmar
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -287,7 +288,7 @@ def evidence(request: pytest.FixtureRequest) -> EvidenceFile:
     folder = ROOT / request.config.getoption("--evidence")
     file = EvidenceFile(folder / time.strftime("%Y%m%d-%H%M%S.jsonl"))
     file.write("environment", describe_environment())
-    _report(request.config).append(f"evidence: {file.path}")
+    _report(request.config).append(f"evidence: {os.path.relpath(file.path)}")
     return file
 
 

@@ -66,7 +66,8 @@ class Difference:
                 )
             else:
                 lines.append(
-                    "  that is not even the runner-up: the model saw another context (look at accept, rollback, cache)"
+                    "  that is not even the runner-up: the model saw another context (look at accept, rollback, cache), or, "
+                    "below float32, a near tie between experts in a router went the other way"
                 )
         return "\n".join(lines)
 

@@ -28,6 +28,10 @@ _PROBE = "def f(x):\n    return  x + 12345  # naïve 中文 🙂\n\n\tDon't STOP
 """Text that any tokenizer must give back: indentation, accents, other scripts, a tab."""
 
 
+_FROM_TRANSFORMERS = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+"""What transformers and remote code raise for a folder they cannot use."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model in eval mode that passed every check of `load_target`, and what decoding needs to know of it."""
@@ -148,7 +152,12 @@ def _config(spec: ModelSpec, folder: str) -> PretrainedConfig:
     with warnings.catch_warnings():
         # remote code sets rope_scaling, which 5.24 deprecates; repair_config looks after what it means
         warnings.filterwarnings("ignore", message="`rope_scaling` is deprecated", category=FutureWarning)
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=spec.remote_code, local_files_only=True)
+        try:
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                folder, trust_remote_code=spec.remote_code, local_files_only=True
+            )
+        except _FROM_TRANSFORMERS as error:
+            raise LoadError(f"{spec.name}: config.json was not accepted: {type(error).__name__}: {error}") from error
     return config
 
 
@@ -176,18 +185,21 @@ def _tokenizer(spec: ModelSpec, folder: str) -> tuple[Any, int | None, RepairRep
 
 
 def _weights(spec: ModelSpec, folder: str, kind: str, config: PretrainedConfig) -> PreTrainedModel:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=spec.dtype,
-        trust_remote_code=spec.remote_code,
-        use_safetensors=kind == "safetensors",
-        weights_only=True,
-        local_files_only=True,
-        output_loading_info=True,
-        # not to be ignored, but to be named below; by itself transformers says only that there is one
-        ignore_mismatched_sizes=True,
-    )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=spec.dtype,
+            trust_remote_code=spec.remote_code,
+            use_safetensors=kind == "safetensors",
+            weights_only=True,
+            local_files_only=True,
+            output_loading_info=True,
+            # not to be ignored, but to be named below; by itself transformers says only that there is one
+            ignore_mismatched_sizes=True,
+        )
+    except _FROM_TRANSFORMERS as error:
+        raise LoadError(f"{spec.name}: the model could not be built: {type(error).__name__}: {error}") from error
     model: PreTrainedModel
     model, info = loaded
     found = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}

@@ -62,4 +62,4 @@ def test_conftest_imports_nothing_heavy_at_the_top():
     names = {
         getattr(node, "module", None) or node.names[0].name for node in top if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    assert names <= {"__future__", "json", "time", "collections.abc", "pathlib", "typing", "pytest"}
+    assert names <= {"__future__", "json", "os", "time", "collections.abc", "pathlib", "typing", "pytest"}

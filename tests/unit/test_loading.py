@@ -166,6 +166,24 @@ def test_forward_that_overflows(folder):
         load_target(spec(folder))
 
 
+def test_rope_scaling_that_the_remote_code_does_not_know(folder):
+    edit_json(folder / "config.json", rope_scaling={"type": "strange", "factor": 2.0})
+    with pytest.raises(LoadError, match="copy: .*(ValueError|KeyError).*strange"):
+        load_target(spec(folder))
+
+
+def test_remote_code_that_fails_is_a_load_error(folder):
+    edit_code(folder, "import math\n", "import math\nraise ValueError('written for another version')\n")
+    with pytest.raises(LoadError, match="copy: the model could not be built: ValueError: written for another version"):
+        load_target(spec(folder))
+
+
+def test_config_that_is_not_json(folder):
+    (folder / "config.json").write_text("{")
+    with pytest.raises(LoadError, match="copy: config.json was not accepted"):
+        load_target(spec(folder))
+
+
 @pytest.mark.parametrize("limit", [None, 1, "256"])
 def test_context_limit_must_be_stated(limit):
     class Config:

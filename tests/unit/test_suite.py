@@ -92,7 +92,7 @@ FAULTS = {
         "dispatch/speculative.py",
         "picked[accepted]]",
         "picked[-1]]",
-        "expected the same tokens, fewer than committed",
+        "(tokens differ first at|expected the same tokens, fewer than committed)",
     ),
     "rollback-count": (
         "dispatch/speculative.py",
@@ -118,7 +118,7 @@ FAULTS = {
         "dispatch/decoding.py",
         "    return rows\n",
         "    return [5] * len(rows)\n",
-        "is implausible: one repeated token [5]",
+        r"is implausible: one repeated token \[5\]",
     ),
 }
 
@@ -129,9 +129,9 @@ def test_planted_fault_is_red_and_leaves_no_row(copy, fault):
     copy.edit(path, old, new)
     code, output = copy.run(*ONE_CELL, "--benchmark-json=out.json")
     assert code == 1, output
-    assert message in output
+    assert re.search(message, output), output
     assert copy.rows() == []
-    if "tokens differ" in message:
+    if "tokens differ" in output:
         cell = copy.evidence()[-1]
         assert cell["matched"] is False
         assert cell["difference"] in output

@@ -17,8 +17,20 @@ from transformers.modeling_attn_mask_utils import (
     _prepare_4d_causal_attention_mask,
     _prepare_4d_causal_attention_mask_for_sdpa,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,  # noqa: F401
+)
 from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS, is_torch_greater_or_equal_than_1_13  # noqa: F401
+from transformers.utils import (  # noqa: F401
+    add_start_docstrings,
+    add_start_docstrings_to_model_forward,
+    is_flash_attn_2_available,
+    is_flash_attn_greater_or_equal_2_10,
+    replace_return_docstrings,
+)
 from transformers.utils.import_utils import is_torch_fx_available
 
 from .configuration_tiny_moe import TinyMoeConfig
@@ -295,7 +307,7 @@ class TinyMoeModel(TinyMoePreTrainedModel):
         self.embed_tokens = value
 
     def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None
     ):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         batch, seq_length = input_ids.shape
@@ -328,6 +340,8 @@ class TinyMoeModel(TinyMoePreTrainedModel):
 
 
 class TinyMoeForCausalLM(TinyMoePreTrainedModel):
+    _tied_weights_keys = ["lm_head.weight"]
+
     def __init__(self, config):
         super().__init__(config)
         self.model = TinyMoeModel(config)
@@ -348,7 +362,7 @@ class TinyMoeForCausalLM(TinyMoePreTrainedModel):
         self.lm_head = new_embeddings
 
     def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None
     ):
         outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache)
         logits = self.lm_head(outputs.last_hidden_state).float()
