@@ -4,6 +4,7 @@ DispatchError
 ├── InputError            a caller's value is out of range (also a ValueError)
 ├── LoadError             a model is not what its checkpoint and its code say
 │   └── RepairError       a known transformers incompatibility could not be repaired
+├── BackendError         the machine cannot run the kernels that were asked for
 ├── NonFiniteLogitsError  a model gave inf or NaN where a token was to be picked
 ├── CacheError            a key/value cache does not hold what it must
 └── DrafterError          a drafter broke its contract, or does not fit the target
@@ -24,6 +25,10 @@ class LoadError(DispatchError):
 
 class RepairError(LoadError):
     """A known transformers incompatibility applies and could not be repaired."""
+
+
+class BackendError(DispatchError):
+    """The machine cannot run the kernels that were asked for."""
 
 
 class NonFiniteLogitsError(DispatchError):
