@@ -1,7 +1,7 @@
 /* W8A16 with exact integer sums, as dispatch/kernels/reference.py defines it: the same bits, for int8 weights read once.
  *
- * Bounds. |weight| <= 127 and |row value| <= 32768, so a product is below 2^22 and an int32 holds 516 of them. A lane of the
- * vector loops adds at most 512 before it is spread into int64; sums of any K stay exact.
+ * Bounds. |weight| <= 127 and |row value| <= 32768, so a product is below 2^22 and an int32 holds 516 of them. Of a
+ * CHUNK of 4096 each of the 8 lanes gets 512; then they are spread into int64, so sums of any K stay exact.
  * Build without fused multiply-add (-ffp-contract=off): it would change the last bits of the floats.
  */
 #include <math.h>
@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-enum { ROWS = 4, PREFETCH = 2048, UNITS = 32, SMALL = 1 << 19 };
+enum { CHUNK = 4096, ROWS = 4, PREFETCH = 2048, UNITS = 32, SMALL = 1 << 19 };
 static const float ROW_LIMIT = 32639.0f, SMALLEST_SCALE = 0x1p-126f;
 
 #ifdef __AVX2__
@@ -33,7 +33,7 @@ static int64_t dot(const int8_t *w, const int16_t *x, int64_t K) {
     int64_t sum = 0, k = 0;
 #ifdef __AVX2__
     while (K - k >= 64) {
-        int64_t end = K - k > 16384 ? k + 16384 : k + ((K - k) & ~63LL); /* 16384 / 64 steps of 2 products a lane */
+        int64_t end = K - k > CHUNK ? k + CHUNK : k + ((K - k) & ~63LL);
         __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
         for (; k < end; k += 64) {
             _mm_prefetch((const char *)(w + k + PREFETCH), _MM_HINT_T0);
@@ -42,7 +42,7 @@ static int64_t dot(const int8_t *w, const int16_t *x, int64_t K) {
             c = _mm256_add_epi32(c, products(weights16(w + k + 32), x + k + 32));
             d = _mm256_add_epi32(d, products(weights16(w + k + 48), x + k + 48));
         }
-        sum += spread(a) + spread(b) + spread(c) + spread(d);
+        sum += spread(_mm256_add_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d)));
     }
 #else
     while (K - k >= 512) {
@@ -61,7 +61,7 @@ static void dots(const int8_t *w, const int16_t *const *x, int64_t K, int64_t *s
     int64_t k = 0;
     for (int i = 0; i < ROWS; i++) sums[i] = 0;
     while (K - k >= 16) {
-        int64_t end = K - k > 4096 ? k + 4096 : k + ((K - k) & ~15LL); /* 4096 / 16 steps of 2 products a lane */
+        int64_t end = K - k > CHUNK ? k + CHUNK : k + ((K - k) & ~15LL);
         __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
         for (; k < end; k += 16) {
             __m256i v = weights16(w + k);
