@@ -36,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="test this target only (repeatable): tiny, deepseek-moe-16b, a model folder, or a hub id at a full commit hash",
     )
     group.addoption("--draft", metavar="FOLDER|ORG/NAME@COMMIT", help="draft model for a --target that is a folder or hub id")
+    group.addoption(
+        "--weights",
+        choices=("original", "int8-experts", "int8-all"),
+        default="original",
+        help="precision of a --target that is a folder or hub id (default original)",
+    )
     group.addoption("--trust-remote-code", action="store_true", help="let a --target's own Python files run; read them first")
     group.addoption(
         "--device",
@@ -57,9 +63,10 @@ def _asked(config: pytest.Config) -> dict[str, ModelSpec]:
     from dispatch.errors import InputError
     from dispatch.targets import TARGETS, target_spec
 
-    remote_code, draft = config.getoption("--trust-remote-code"), config.getoption("--draft")
+    settings = {name: config.getoption(f"--{name}") for name in ("draft", "weights")}
+    settings["remote_code"] = config.getoption("--trust-remote-code")
     try:
-        specs = [target_spec(text, remote_code=remote_code, draft=draft) for text in config.getoption("--target")]
+        specs = [target_spec(text, **settings) for text in config.getoption("--target")]
     except InputError as error:
         raise pytest.UsageError(str(error)) from error
     names = [spec.name for spec in specs]
@@ -79,7 +86,7 @@ def _device(config: pytest.Config, spec: ModelSpec) -> str:
     import torch
 
     chosen: str | None = config.getoption("--device")
-    return chosen or ("cuda" if spec.name != "tiny" and torch.cuda.is_available() else "cpu")
+    return chosen or ("cuda" if not spec.name.startswith("tiny") and torch.cuda.is_available() else "cpu")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -130,9 +137,9 @@ def target(target_name: str, request: pytest.FixtureRequest) -> LoadedModel:
 
     spec = _specs(request.config)[target_name]
     loaded = load_target(spec, device=_device(request.config, spec))
-    size = sum(parameter.nbytes for parameter in loaded.model.parameters()) / 2**20
+    size = sum(tensor.nbytes for tensor in loaded.model.state_dict().values()) / 2**20
     _report(request.config).append(
-        f"{spec.name}: {size:,.0f} MiB of {str(spec.dtype).removeprefix('torch.')} weights from {loaded.weights}; "
+        f"{spec.name}: {size:,.0f} MiB, {str(spec.dtype).removeprefix('torch.')}, weights {spec.weights} from {loaded.files}; "
         f"repairs {', '.join(map(str, loaded.repairs))}"
     )
     return loaded

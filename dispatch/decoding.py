@@ -80,7 +80,7 @@ class CachedModel:
     def __init__(self, model: Any, *, context_limit: int) -> None:
         self._model = model
         self.context_limit = context_limit
-        self.vocab_size = int(self._model.get_output_embeddings().weight.shape[0])
+        self.vocab_size = int(self._model.get_output_embeddings().out_features)
         self._cache_argument = cache_argument(model)
         self._device = self._model.get_input_embeddings().weight.device
         self.reset()

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dispatch.errors import DrafterError, InputError, LoadError
+from dispatch.int8_checkpoint import read_int8, stored_layers, write_int8
 from dispatch.repairs import RepairReport, repair_config, repair_model, repair_transformers, verify_buffers
 from dispatch.targets import ModelSpec
 
@@ -40,7 +41,8 @@ class LoadedModel:
     model: Any = field(repr=False)
     tokenizer: Any = field(repr=False)
     repairs: tuple[RepairReport, ...]
-    weights: str
+    folder: str
+    files: str
     """"safetensors" or "bin": what the weights were read from."""
     context_limit: int
     eos_ids: frozenset[int]
@@ -64,12 +66,15 @@ def load_target(spec: ModelSpec, *, device: str | torch.device = "cpu") -> Loade
     what their class computes; a rotary variant no repair knows; an expected repair that matched nothing; a forward that is not
     finite or does not depend on position. Raises InputError for remote code the spec does not allow.
     """
-    folder, weights = _folder(spec)
+    folder, files = _folder(spec)
     reports = list(repair_transformers()) if spec.remote_code else []
     config = _config(spec, folder)
     if spec.remote_code:
         reports.append(repair_config(config))
-    model = _weights(spec, folder, weights, config)
+    if spec.int8_layers:
+        model = _int8(spec, folder, config, device)
+    else:
+        model = _weights(spec, folder, files, config)
     model.to(device).eval()  # type: ignore[arg-type]
     reports += repair_model(model)
     _check_repairs(spec, reports)
@@ -83,11 +88,22 @@ def load_target(spec: ModelSpec, *, device: str | torch.device = "cpu") -> Loade
         model=model,
         tokenizer=tokenizer,
         repairs=tuple(reports),
-        weights=weights,
+        folder=folder,
+        files=files,
         context_limit=_context_limit(spec, config),
         eos_ids=_eos_ids(model, config),
         first_id=first_id,
     )
+
+
+def save_int8(loaded: LoadedModel, folder: str | Path) -> None:
+    """Writes a model loaded in int8, so that it loads again without its float weights: give the folder as --target.
+
+    Raises InputError for a model in its original precision, and for a folder that holds anything.
+    """
+    if not loaded.spec.int8_layers:
+        raise InputError(f"{loaded.spec.name} is in its original precision: load it with weights int8-experts or int8-all")
+    write_int8(loaded.model, loaded.folder, folder, layers=loaded.spec.int8_layers)
 
 
 def load_draft(target: LoadedModel, *, device: str | torch.device = "cpu") -> LoadedModel:
@@ -118,7 +134,7 @@ def check_same_tokenizer(target: LoadedModel, draft: LoadedModel) -> None:
 
 def shared_vocabulary(target: LoadedModel, draft: LoadedModel) -> int:
     """Number of token ids, counted from 0, that are real tokens and that both models have rows for; padded rows lie above."""
-    rows = [int(loaded.model.get_output_embeddings().weight.shape[0]) for loaded in (target, draft)]
+    rows = [int(loaded.model.get_output_embeddings().out_features) for loaded in (target, draft)]
     return min(*rows, 1 + max(int(index) for index in target.tokenizer.get_vocab().values()))
 
 
@@ -185,6 +201,9 @@ def _tokenizer(spec: ModelSpec, folder: str) -> tuple[Any, int | None, RepairRep
 
 
 def _weights(spec: ModelSpec, folder: str, kind: str, config: PretrainedConfig) -> PreTrainedModel:
+    stored = stored_layers(folder)
+    if stored:
+        raise LoadError(f"{spec.name}: {folder} holds an int8 model ({stored}): ask for its weights as int8-{stored}")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -214,6 +233,19 @@ def _weights(spec: ModelSpec, folder: str, kind: str, config: PretrainedConfig) 
                 f"{spec.name}: {len(keys)} {name.replace('_', ' ')} between checkpoint and model, the first {keys[0]}: "
                 "every parameter must come from the checkpoint, and everything in it must be used"
             )
+    return model
+
+
+def _int8(spec: ModelSpec, folder: str, config: PretrainedConfig, device: str | torch.device) -> PreTrainedModel:
+    assert spec.int8_layers is not None
+    try:
+        model: PreTrainedModel = read_int8(
+            folder, config, layers=spec.int8_layers, dtype=spec.dtype, remote_code=spec.remote_code, device=device
+        )
+    except LoadError as error:
+        raise LoadError(f"{spec.name}: {error}") from error
+    except _FROM_TRANSFORMERS as error:
+        raise LoadError(f"{spec.name}: the int8 model could not be built: {type(error).__name__}: {error}") from error
     return model
 
 

@@ -1,7 +1,7 @@
 """Which models can be put to the test: the registered ones, a folder, or a hub id at a commit."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,6 +9,9 @@ import torch
 from dispatch.errors import InputError
 
 _EMBEDDED = Path(__file__).resolve().parent.parent / "tests" / "models"
+
+
+WEIGHTS = ("original", "int8-experts", "int8-all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +28,20 @@ class ModelSpec:
     expected_repairs: tuple[str, ...] = ()
     """Repairs that must find something to look after; if one does not, the model's code is not what it was."""
     dtype: torch.dtype = torch.float32
+    weights: str = "original"
+    """original, int8-experts (the routed experts), or int8-all (every linear layer but the routers)."""
     gpu: bool = False
     """Too large for a CPU: its tests carry the marker gpu."""
     draft: "ModelSpec | None" = None
 
+    @property
+    def int8_layers(self) -> str | None:
+        """What `weights` puts in int8: "experts", "all" or None."""
+        return None if self.weights == "original" else self.weights.removeprefix("int8-")
+
     def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise InputError(f"weights {self.weights!r}: expected one of {', '.join(WEIGHTS)}")
         is_folder = Path(self.source).is_dir()
         if not is_folder and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.source):
             raise InputError(f"model source {self.source!r}: expected an existing folder, or a hub id such as org/name")
@@ -40,9 +52,13 @@ class ModelSpec:
             )
 
 
+def _in_all_weights(spec: ModelSpec) -> list[ModelSpec]:
+    return [spec, *(replace(spec, name=f"{spec.name}-{weights}", weights=weights) for weights in WEIGHTS[1:])]
+
+
 TARGETS: dict[str, ModelSpec] = {
     spec.name: spec
-    for spec in (
+    for model in (
         ModelSpec(
             name="tiny",
             source=str(_EMBEDDED / "tiny-moe"),
@@ -67,13 +83,14 @@ TARGETS: dict[str, ModelSpec] = {
             ),
         ),
     )
+    for spec in _in_all_weights(model)
 }
 
 
-def target_spec(text: str, *, remote_code: bool = False, draft: str | None = None) -> ModelSpec:
+def target_spec(text: str, *, remote_code: bool = False, draft: str | None = None, weights: str = "original") -> ModelSpec:
     """The spec for a name in TARGETS, a folder, or org/name@commit; raises InputError for anything else.
 
-    remote_code and draft apply to folders and hub ids; a named target says for itself.
+    remote_code, draft and weights apply to folders and hub ids; a named target says for itself.
     """
     if text in TARGETS:
         return TARGETS[text]
@@ -88,6 +105,7 @@ def target_spec(text: str, *, remote_code: bool = False, draft: str | None = Non
         source=source,
         revision=revision or None,
         remote_code=remote_code,
+        weights=weights,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         draft=target_spec(draft) if draft else None,
     )

@@ -53,7 +53,7 @@ def edit_json(path, **changes):
 def test_tiny_and_its_draft(tiny):
     assert tiny.context_limit == 256
     assert tiny.eos_ids == {1}
-    assert tiny.weights == "safetensors"
+    assert tiny.files == "safetensors"
     assert not tiny.model.training
     assert next(tiny.model.parameters()).dtype == torch.float32
     reports = {report.name: (report.matched, report.changed) for report in tiny.repairs}
@@ -80,7 +80,7 @@ def test_weights_in_bin_files(folder, tiny):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     loaded = load_target(spec(folder))
-    assert loaded.weights == "bin"
+    assert loaded.files == "bin"
     tokens = torch.tensor([[5, 6, 7]])
     with torch.inference_mode():
         assert torch.equal(tiny.model(input_ids=tokens).logits, loaded.model(input_ids=tokens).logits)
