@@ -1,8 +1,17 @@
-"""The verdicts: is the baseline fit to be compared with, and does a speed-up give its tokens. Nothing here calls a model."""
+"""The verdicts: is the baseline fit to be compared with, does a speed-up give its tokens, is an int8 model still the model.
 
+Nothing here calls a model.
+"""
+
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from dispatch.errors import InputError
 from dispatch.results import Result, TopTwo
 
 MIN_TOKENS = 8
@@ -87,4 +96,89 @@ def first_difference(baseline: Result, candidate: Result, to_text: Callable[[Seq
         expected_text=to_text(expected[position:]),
         found_text=to_text(found[position:]),
         top_two=baseline.top_two[position] if position < len(baseline.top_two) else None,
+    )
+
+
+GAPS = (0.0, 0.1, 0.5, 1.0, math.inf)
+"""Bounds of the classes of top-2 gaps, in logits, for which agreement is told apart: quantisation may only move near ties."""
+MIN_POSITIONS = 500
+MAX_PERPLEXITY_RISE = 0.005
+MIN_TOP_ONE = 0.97
+MIN_TOP_FIVE = 0.95
+SURE_GAP = 1.0
+"""Above this top-2 gap, in logits, the token must be the same everywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitComparison:
+    """A model's logits beside the original's, teacher-forced over the same text."""
+
+    positions: int
+    top_one: float
+    """Share of positions with the same greedy token."""
+    top_five: float
+    """Mean share of the original's five best tokens that are among the other's five best."""
+    largest_difference: float
+    by_gap: tuple[tuple[float, float, int, int], ...]
+    """For each class of the original's top-2 gap: from, to, positions, positions that agree."""
+    perplexity: float
+    original_perplexity: float
+
+    @property
+    def perplexity_rise(self) -> float:
+        return self.perplexity / self.original_perplexity - 1
+
+    def problems(self) -> list[str]:
+        """What keeps the model from passing for the original; empty if nothing does."""
+        found = []
+        if self.positions < MIN_POSITIONS:
+            found.append(f"{self.positions} positions were compared, expected at least {MIN_POSITIONS}")
+        if not self.perplexity_rise <= MAX_PERPLEXITY_RISE:
+            found.append(f"perplexity rose by {self.perplexity_rise:.2%}, expected at most {MAX_PERPLEXITY_RISE:.1%}")
+        if not self.top_one >= MIN_TOP_ONE:
+            found.append(f"the greedy token is the same at {self.top_one:.1%}, expected at least {MIN_TOP_ONE:.0%}")
+        if not self.top_five >= MIN_TOP_FIVE:
+            found.append(f"the five best tokens overlap by {self.top_five:.1%}, expected at least {MIN_TOP_FIVE:.0%}")
+        lost = sum(count - same for low, _, count, same in self.by_gap if low >= SURE_GAP)
+        if lost:
+            found.append(f"the greedy token changed at {lost} positions where the original led by {SURE_GAP} or more")
+        return found
+
+    def __str__(self) -> str:
+        classes = ", ".join(f"{low:g} to {high:g}: {same}/{count}" for low, high, count, same in self.by_gap)
+        return (
+            f"{self.positions} positions: same greedy token {self.top_one:.2%} (by the original's top-2 gap, {classes}), "
+            f"top-5 overlap {self.top_five:.2%}, largest logit difference {self.largest_difference:.3g}, "
+            f"perplexity {self.original_perplexity:.4f} -> {self.perplexity:.4f} ({self.perplexity_rise:+.3%})"
+        )
+
+
+def compare_logits(original: Tensor, found: Tensor, next_tokens: Tensor) -> LogitComparison:
+    """Compares logits [positions, vocab] of two models on the same text; next_tokens [positions] is how the text goes on.
+
+    Raises InputError for shapes that differ and for logits that are not finite: no share can be taken of those.
+    """
+    if original.shape != found.shape or original.shape[:-1] != next_tokens.shape or not len(next_tokens):
+        raise InputError(f"logits {tuple(original.shape)} and {tuple(found.shape)} for {len(next_tokens)} tokens")
+    for name, logits in (("original", original), ("compared", found)):
+        if not bool(torch.isfinite(logits).all()):
+            raise InputError(f"the {name} model's logits hold inf or NaN: look at its weights")
+    original, found = original.double(), found.double()
+    best, others = original.topk(5), found.topk(5)
+    agree = best.indices[:, 0] == others.indices[:, 0]
+    overlap = (best.indices[:, :, None] == others.indices[:, None, :]).any(-1).double().mean()
+    gaps = best.values[:, 0] - best.values[:, 1]
+    classes = []
+    for low, high in itertools.pairwise(GAPS):
+        inside = (gaps >= low) & (gaps < high)
+        classes.append((low, high, int(inside.sum()), int((agree & inside).sum())))
+    losses = [torch.nn.functional.cross_entropy(logits, next_tokens).item() for logits in (original, found)]
+    return LogitComparison(
+        positions=len(next_tokens),
+        top_one=float(agree.double().mean()),
+        top_five=float(overlap),
+        largest_difference=float((original - found).abs().max()),
+        by_gap=tuple(classes),
+        perplexity=math.exp(losses[1]),
+        original_perplexity=math.exp(losses[0]),
     )

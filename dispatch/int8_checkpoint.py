@@ -1,5 +1,6 @@
 """A model read straight into int8, tensor by tensor, and int8 models on disk: the float experts are never held together."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,17 +17,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from dispatch.errors import InputError, LoadError
 from dispatch.moe import PROJECTIONS, Int8Experts, Int8Linear, install, int8_layers
 
-_MARK = "dispatch_int8"
-"""Metadata key of an int8 checkpoint's files; its value is the `layers` that are in int8."""
+_MARK = "dispatch_int8.json"
+"""The file that says of a checkpoint folder which `layers` it holds in int8."""
 
 
 def stored_layers(folder: str | Path) -> str | None:
     """Which layers a checkpoint holds in int8, "experts" or "all"; None for one in float."""
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-            mark: str | None = (file.metadata() or {}).get(_MARK)
-            return mark
-    return None
+    path = Path(folder, _MARK)
+    return str(json.loads(path.read_text())["layers"]) if path.exists() else None
 
 
 def read_int8(
@@ -39,7 +37,7 @@ def read_int8(
     misshapen or non-finite tensors, naming the first.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote_code)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote_code)  # type: ignore[no-untyped-call]
     model.eval()
     fill: dict[str, Callable[[Tensor], None]] = {}
     stored = stored_layers(folder)
@@ -86,9 +84,11 @@ def write_int8(model: nn.Module, source: str, folder: str | Path, *, layers: str
         raise InputError(f"{folder} is not empty: nothing is overwritten, name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(Path(source).iterdir()):
-        if path.suffix in (".json", ".py", ".model") and not path.name.endswith(".index.json"):
+        if path.suffix in (".json", ".py", ".model") and not path.name.endswith((".index.json", _MARK)):
             shutil.copy(path, folder)
-    save_torch_state_dict(model.state_dict(), folder, metadata={"format": "pt", _MARK: layers})
+    save_torch_state_dict(model.state_dict(), folder, metadata={"format": "pt"})
+    # last, so that a folder without it is one that was not finished
+    (folder / _MARK).write_text(json.dumps({"layers": layers}) + "\n")
 
 
 def _expert_keys(name: str, count: int) -> Iterator[tuple[str, int, str]]:
@@ -124,7 +124,7 @@ def _tensors(folder: str) -> Iterator[tuple[str, Tensor]]:
                     yield key, tensor
                     bar.update(tensor.nbytes)
             else:
-                with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+                with safe_open(path, framework="pt") as file:
                     for key in file.keys():  # noqa: SIM118
                         tensor = file.get_tensor(key)
                         yield key, tensor

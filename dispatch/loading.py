@@ -71,10 +71,7 @@ def load_target(spec: ModelSpec, *, device: str | torch.device = "cpu") -> Loade
     config = _config(spec, folder)
     if spec.remote_code:
         reports.append(repair_config(config))
-    if spec.int8_layers:
-        model = _int8(spec, folder, config, device)
-    else:
-        model = _weights(spec, folder, files, config)
+    model = _int8(spec, folder, config, device) if spec.int8_layers else _weights(spec, folder, files, config)
     model.to(device).eval()  # type: ignore[arg-type]
     reports += repair_model(model)
     _check_repairs(spec, reports)
@@ -201,9 +198,9 @@ def _tokenizer(spec: ModelSpec, folder: str) -> tuple[Any, int | None, RepairRep
 
 
 def _weights(spec: ModelSpec, folder: str, kind: str, config: PretrainedConfig) -> PreTrainedModel:
-    stored = stored_layers(folder)
-    if stored:
-        raise LoadError(f"{spec.name}: {folder} holds an int8 model ({stored}): ask for its weights as int8-{stored}")
+    in_int8 = stored_layers(folder)
+    if in_int8:
+        raise LoadError(f"{spec.name}: {folder} holds an int8 model ({in_int8}): ask for its weights as int8-{in_int8}")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -1,9 +1,10 @@
-"""Int8 layers in a loaded model: the experts of every MoE layer, and if asked for every linear layer, in place of the float ones.
+"""Int8 layers in place of a loaded model's float ones: the experts of every MoE layer and, if asked, every linear layer.
 
-MoE layers are known by their shape, not their class: `experts`, a ModuleList of SwiGLU blocks, and `moe_infer(x, ids, weights)`,
-which DeepSeek's remote code calls with flat ids (V1) or with a row a token (V2, V3).
+MoE layers are known by what they have, not by class: `experts`, a ModuleList of SwiGLU blocks, and
+`moe_infer(x, ids, weights)`, which DeepSeek's remote code calls with flat ids (V1) or with a row a token (V2, V3).
 """
 
+import importlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,9 +40,8 @@ def kernels(backend: str, device_type: str) -> ModuleType:
     if backend == "triton":
         if device_type != "cuda":
             raise BackendError(f"the triton backend needs a GPU, the model is on {device_type}: use auto, cpu or reference")
-        from dispatch.kernels import grouped_gemm
-
-        return grouped_gemm
+        # triton is there on machines with a GPU only, and is slow to import
+        return importlib.import_module("dispatch.kernels.grouped_gemm")
     if backend == "cpu":
         if device_type != "cpu":
             raise BackendError(f"the cpu backend needs a model on the CPU, it is on {device_type}: use auto or triton")
@@ -66,7 +66,7 @@ class Int8Linear(nn.Module):
         self._weight: Int8Weight | None = None
 
     def put(self, weight: Tensor, name: str) -> None:
-        """Quantises a float weight [N, K] into this layer. Raises InputError, naming it, if it is not finite or does not fit."""
+        """Quantises a float weight [N, K] into this layer. Raises InputError, naming it, for another shape or inf or NaN."""
         _put(weight, name, self.values, self.scales)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,8 +200,8 @@ def int8_layers(
         found += [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and m not in routed]
     if not found:
         raise InputError(
-            f"{type(model).__name__} has no layer to quantise (layers={layers!r}): expected modules with `experts` (a ModuleList "
-            "with gate_proj, up_proj, down_proj) and `moe_infer`. For a dense model use layers='all'"
+            f"{type(model).__name__} has no layer to quantise (layers={layers!r}): expected modules with `experts` (a "
+            "ModuleList with gate_proj, up_proj, down_proj) and `moe_infer`. For a dense model use layers='all'"
         )
     return _empty_layers(found, backend, device)
 
@@ -233,7 +233,7 @@ def install(model: nn.Module, name: str, module: Any, made: Int8Experts | Int8Li
         setattr(model.get_submodule(parent), own, made)
 
 
-def _check_experts(name: str, experts: nn.ModuleList) -> None:
+def _check_experts(name: str, experts: Any) -> None:
     shapes = set()
     for index, expert in enumerate(experts):
         parts = [getattr(expert, projection, None) for projection in PROJECTIONS]

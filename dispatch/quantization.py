@@ -15,7 +15,7 @@ SMALLEST_SCALE = 2.0**-126
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Int8Weight:
-    """A weight [..., N, K] as int8 `values` of that shape and float32 `scales` [..., N]: weight = values * scales[..., None]."""
+    """weight [..., N, K] = values * scales[..., None], with int8 `values` of its shape and float32 `scales` [..., N]."""
 
     values: Tensor
     scales: Tensor
@@ -49,7 +49,7 @@ def quantize(weight: Tensor, *, name: str = "weight") -> Int8Weight:
     if not bool(torch.isfinite(largest).all()):
         index = tuple((~torch.isfinite(exact)).nonzero()[0].tolist())
         raise InputError(
-            f"{name}{list(index)} is {float(weight[index])}, expected a finite weight: it would be spread over its channel"
+            f"{name}{list(index)} is {float(exact[index])}, expected a finite weight: it would be spread over its channel"
         )
     scales = (largest / WEIGHT_LIMIT).clamp_min(SMALLEST_SCALE)
     values = (exact / scales.unsqueeze(-1)).round_().to(torch.int8)

@@ -23,7 +23,7 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopen
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiled cpu.c; built on the first call on this machine. Raises BackendError with the compiler's words if it cannot be.
+    """The compiled cpu.c, built on the first call on this machine. Raises BackendError with the compiler's words if that fails.
 
     $CC names the compiler (default cc), $DISPATCH_CACHE the folder for what it makes (default ~/.cache/dispatch).
     """
@@ -82,9 +82,7 @@ def linear_of(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     (m, k), n = rows.shape, len(values)
     out = torch.empty(m, n)
     scratch = torch.empty(m * (2 * k + 4), dtype=torch.uint8)
-    library().linear(
-        rows.data_ptr(), values.data_ptr(), scales.data_ptr(), m, n, k, out.data_ptr(), scratch.data_ptr()
-    )
+    library().linear(rows.data_ptr(), values.data_ptr(), scales.data_ptr(), m, n, k, out.data_ptr(), scratch.data_ptr())
     return out.to(x.dtype)
 
 
@@ -129,4 +127,8 @@ def _openmp() -> str:
 def _cpu_flags() -> str:
     """What -march=native depends on: a cache folder may be shared between machines."""
     info = Path("/proc/cpuinfo")
-    return next((line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), "") if info.exists() else ""
+    return (
+        next((line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+        if info.exists()
+        else ""
+    )

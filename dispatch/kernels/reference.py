@@ -82,7 +82,7 @@ def experts(x: Tensor, gate_up: Int8Weight, down: Int8Weight, ids: Tensor, weigh
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for slot in range(ids.shape[1]):
         of_slot = torch.zeros_like(out)
-        for expert in ids[:, slot].unique().tolist():
+        for expert in sorted(set(ids[:, slot].tolist())):
             tokens = (ids[:, slot] == expert).nonzero().flatten()
             gate, up = _linear(x[tokens], gate_up.values[expert], gate_up.scales[expert]).chunk(2, dim=-1)
             of_slot[tokens] = _linear(silu(gate) * up, down.values[expert], down.scales[expert])

@@ -26,7 +26,7 @@ MAY_KNOW = {
     "oracle": {"decoding", "errors", "results"},
     "drafters": {"decoding", "errors"},
     "speculative": {"decoding", "drafters", "errors", "results"},
-    "gates": {"results"},
+    "gates": {"errors", "results"},
 }
 TRANSFORMERS = {"repairs", "loading", "decoding", "oracle"}
 
