@@ -92,11 +92,7 @@ def experts(x: Tensor, gate_up: Int8Weight, down: Int8Weight, ids: Tensor, weigh
 
 def check_routing(ids: Tensor, weights: Tensor, tokens: int, experts: int) -> None:
     """Raises InputError unless ids and weights are [tokens, k] and each row of ids has k different numbers in [0, experts)."""
-    if ids.dim() != 2 or ids.shape != weights.shape or len(ids) != tokens or ids.is_floating_point():
-        raise InputError(
-            f"expert ids {ids.dtype} {tuple(ids.shape)} and routing weights {tuple(weights.shape)} for {tokens} tokens: "
-            f"expected whole numbers [{tokens}, k] and weights of the same shape"
-        )
+    check_routing_shape(ids, weights, tokens)
     ordered = ids.sort(-1).values
     bad = (ids < 0).any(-1) | (ids >= experts).any(-1) | (ordered[:, 1:] == ordered[:, :-1]).any(-1)
     if bool(bad.any()):
@@ -104,4 +100,13 @@ def check_routing(ids: Tensor, weights: Tensor, tokens: int, experts: int) -> No
         raise InputError(
             f"token {token} is routed to experts {ids[token].tolist()}, expected different ids in [0, {experts}): "
             "look at the router"
+        )
+
+
+def check_routing_shape(ids: Tensor, weights: Tensor, tokens: int) -> None:
+    """The part of `check_routing` that needs no value, so that nothing waits for a GPU."""
+    if ids.dim() != 2 or ids.shape != weights.shape or len(ids) != tokens or ids.is_floating_point():
+        raise InputError(
+            f"expert ids {ids.dtype} {tuple(ids.shape)} and routing weights {tuple(weights.shape)} for {tokens} tokens: "
+            f"expected whole numbers [{tokens}, k] and weights of the same shape"
         )
