@@ -342,10 +342,10 @@ def _gate_up_silu(
         else:
             of_gate = tl.load(gate + start, mask=(start + k)[None, :] < K, other=0)
             of_up = tl.load(up + start, mask=(start + k)[None, :] < K, other=0)
-        gate_high = tl.dot(of_high, tl.trans(of_gate), gate_high)
-        gate_low = tl.dot(of_low, tl.trans(of_gate), gate_low)
-        up_high = tl.dot(of_high, tl.trans(of_up), up_high)
-        up_low = tl.dot(of_low, tl.trans(of_up), up_low)
+        gate_high = tl.dot(of_high, tl.trans(of_gate), gate_high, out_dtype=tl.int32)
+        gate_low = tl.dot(of_low, tl.trans(of_gate), gate_low, out_dtype=tl.int32)
+        up_high = tl.dot(of_high, tl.trans(of_up), up_high, out_dtype=tl.int32)
+        up_low = tl.dot(of_low, tl.trans(of_up), up_low, out_dtype=tl.int32)
     row_scale = tl.load(row_scales + token)[:, None]
     gate_scale = tl.load(channel_scales + first + column)[None, :]
     up_scale = tl.load(channel_scales + first + N + column)[None, :]
@@ -407,8 +407,8 @@ def _linear(
             of_weight = tl.load(weight + start)
         else:
             of_weight = tl.load(weight + start, mask=(start + k)[None, :] < K, other=0)
-        sum_high = tl.dot(of_high, tl.trans(of_weight), sum_high)
-        sum_low = tl.dot(of_low, tl.trans(of_weight), sum_low)
+        sum_high = tl.dot(of_high, tl.trans(of_weight), sum_high, out_dtype=tl.int32)
+        sum_low = tl.dot(of_low, tl.trans(of_weight), sum_low, out_dtype=tl.int32)
     result = _whole_sums(sum_high, sum_low)
     if not RAW:
         result = result.to(tl.float32) * tl.load(row_scales + row)[:, None] * tl.load(channel_scales + column)[None, :]
