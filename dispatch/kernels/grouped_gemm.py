@@ -96,6 +96,7 @@ def _experts(x: Tensor, gate_up: Int8Weight, down: Int8Weight, ids: Tensor, weig
         BLOCK_P=block_p,
         BLOCK_E=triton.next_power_of_2(count),
         num_warps=8,
+        **NO_FMA,
     )
     rows, scales = _quantized(x, hidden)
     inner = torch.empty(pairs, intermediate, dtype=torch.float32, device=x.device)
