@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent
 CELL = "dispatch_cell"
+LINE = "dispatch_line"
+"""Names of recorded properties: a cell of the table, and a line to print under it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -323,12 +325,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     from dispatch.report import table
 
     reports = [r for group in terminalreporter.stats.values() for r in group if isinstance(r, pytest.TestReport)]
-    cells: list[Any] = [value for r in reports if r.when == "call" for name, value in r.user_properties if name == CELL]
-    lines = table(cells)
-    if lines or _report(config):
-        terminalreporter.section("dispatch: speculative decoding against plain greedy")
-        for line in [*lines, *([""] if lines else []), *_report(config)]:
-            terminalreporter.write_line(line)
+    found: list[tuple[str, Any]] = [recorded for r in reports if r.when == "call" for recorded in r.user_properties]
+    blocks = [
+        table([value for name, value in found if name == CELL]),
+        [value for name, value in found if name == LINE],
+        _report(config),
+    ]
+    if any(blocks):
+        terminalreporter.write_sep("=", "dispatch: speculative decoding against plain greedy")
+        terminalreporter.write_line("\n\n".join("\n".join(block) for block in blocks if block))
 
 
 @pytest.hookimpl(wrapper=True)

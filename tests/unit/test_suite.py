@@ -81,6 +81,16 @@ def test_green_cell_and_all_it_leaves_behind(copy):
     assert kinds["cell"]["difference"] is None
 
 
+def test_int8_quality_prints_what_it_found(copy):
+    code, output = copy.run("tests/gpu/test_int8_quality.py", "--target=tiny-int8-experts")
+    assert code == 0, output
+    (finding,) = [record for record in copy.evidence() if record["kind"] == "int8-quality"]
+    line = f"tiny-int8-experts against its original weights: {finding['found']}"
+    summary = output.partition("= dispatch: ")[2].splitlines()
+    assert summary[1:3] == [line, ""], output
+    assert re.fullmatch(r".*: 2000 positions: same greedy token \d\d\.\d\d% .*, perplexity \d+\.\d+ -> \d.*", line)
+
+
 FAULTS = {
     "accept-rule": (
         "dispatch/speculative.py",
