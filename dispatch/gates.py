@@ -136,9 +136,9 @@ class LogitComparison:
         if not self.perplexity_rise <= MAX_PERPLEXITY_RISE:
             found.append(f"perplexity rose by {self.perplexity_rise:.2%}, expected at most {MAX_PERPLEXITY_RISE:.1%}")
         if not self.top_one >= MIN_TOP_ONE:
-            found.append(f"the greedy token is the same at {self.top_one:.1%}, expected at least {MIN_TOP_ONE:.0%}")
+            found.append(f"the greedy token is the same at {self.top_one:.2%}, expected at least {MIN_TOP_ONE:.0%}")
         if not self.top_five >= MIN_TOP_FIVE:
-            found.append(f"the five best tokens overlap by {self.top_five:.1%}, expected at least {MIN_TOP_FIVE:.0%}")
+            found.append(f"the five best tokens overlap by {self.top_five:.2%}, expected at least {MIN_TOP_FIVE:.0%}")
         lost = sum(count - same for low, _, count, same in self.by_gap if low >= SURE_GAP)
         if lost:
             found.append(f"the greedy token changed at {lost} positions where the original led by {SURE_GAP} or more")

@@ -148,6 +148,57 @@ def test_planted_fault_is_red_and_leaves_no_row(copy, fault):
         assert re.search(r"tiny +draft-model +4 +0/1", output), output
 
 
+INT8_FAULTS = {
+    "scales-of-another-expert": (
+        "dispatch/moe.py",
+        "scales[expert, part])",
+        "scales[expert - 1, part])",
+        ("test_int8_quality.py", "--target=tiny-int8-experts"),
+        r"tiny-int8-experts: perplexity rose by \d.*%, expected at most 0\.5%; the greedy token is the same at .*"
+        "the greedy token changed at \\d+ positions where the original led by 1.0 or more",
+    ),
+    "one-scale-for-all-channels": (
+        "dispatch/moe.py",
+        "        _put(weight, name, self.values, self.scales)\n",
+        "        _put(weight, name, self.values, self.scales)\n        self.scales.fill_(self.scales.mean())\n",
+        ("test_int8_quality.py", "--target=tiny-int8-all"),
+        r"tiny-int8-all: perplexity rose by \d.*%, expected at most 0\.5%; the greedy token is the same at ",
+    ),
+    # a forward over one token has no other
+    "routing-weights-of-another-token": (
+        "dispatch/moe.py",
+        "weights.reshape(len(x), -1))",
+        "weights.reshape(len(x), -1).flip(0))",
+        ("test_token_match.py", "--target=tiny-int8-experts", "-k", "draft-model and k4 and prose"),
+        "tiny-int8-experts, prose, draft-model, k=4: tokens differ first at position",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", INT8_FAULTS)
+def test_planted_fault_of_int8_is_red(copy, fault):
+    path, old, new, (test, *choice), message = INT8_FAULTS[fault]
+    copy.edit(path, old, new)
+    code, output = copy.run(f"tests/gpu/{test}", *choice)
+    assert code == 1, output
+    assert re.search(message, output), output
+    last = copy.evidence()[-1]
+    assert last["problems"] if last["kind"] == "int8-quality" else last["matched"] is False
+
+
+def test_every_target_that_fits_a_cpu_goes_through_every_gate(copy):
+    code, output = copy.run("tests/gpu", "-m", "not gpu", "--collect-only", "-q")
+    assert code == 0, output
+    for target in ("tiny", "tiny-int8-experts", "tiny-int8-all"):
+        for gate, count in {
+            "test_token_match": 32,
+            "test_throughput": 32,
+            "test_decode": 4,
+            "test_int8_is_still_the_model": 1,
+        }.items():
+            assert len(re.findall(rf"::{gate}\[{target}(?!-int8)\b", output)) == count, (gate, target, output)
+
+
 def test_snapshots_of_targets_that_did_not_run_survive_an_update(copy):
     theirs = copy.root / SNAPSHOTS / "test_decode[deepseek-moe-16b-prose].txt"
     theirs.write_text("recorded on a GPU\n")
