@@ -252,6 +252,20 @@ def test_target_specs(folder):
     assert (hub.draft.source, hub.draft.remote_code) == (str(folder.resolve()), False)
     local = target_spec(str(folder))
     assert (local.name, local.revision, local.remote_code, local.draft) == (folder.name, None, False, None)
+    assert (local.weights, local.int8_layers) == ("original", None)
+
+
+def test_target_specs_in_int8(folder):
+    local = target_spec(str(folder), weights="int8-all", draft=str(folder))
+    assert (local.weights, local.int8_layers) == ("int8-all", "all")
+    assert local.draft.weights == "original"
+    hub = target_spec("org/name@" + "0123456789" * 4, weights="int8-experts")
+    assert (hub.weights, hub.int8_layers) == ("int8-experts", "experts")
+    # a named target says for itself
+    assert target_spec("tiny", weights="int8-all") is TINY
+    assert target_spec("tiny-int8-all").weights == "int8-all"
+    with pytest.raises(InputError, match="weights 'int8': expected one of original, int8-experts, int8-all"):
+        target_spec(str(folder), weights="int8")
 
 
 def test_tokenizer_that_loses_text(folder):
