@@ -238,13 +238,17 @@ def test_broken_gpu_is_not_skipped(copy):
     )
     code, output = copy.run("tests/gpu/test_token_match.py", "-p", "plant")
     assert code == 4, output
-    assert "ERROR: no usable GPU: cuInit failed. 32 of 64 selected tests need one" in output
+    assert "ERROR: no usable GPU: cuInit failed. 96 of 192 selected tests need one" in output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--target=tinny",), "unknown target 'tinny': expected one of tiny, deepseek-moe-16b, a folder, or org/name@commit"),
+        (
+            ("--target=tinny",),
+            "unknown target 'tinny': expected one of tiny, tiny-int8-experts, tiny-int8-all, deepseek-moe-16b, "
+            "deepseek-moe-16b-int8-experts, deepseek-moe-16b-int8-all, a folder, or org/name@commit",
+        ),
         (("--target=org/name@main",), "org/name has revision 'main': expected a full commit hash of 40 hexadecimal digits"),
         (("--target=tiny", "-m", "gpu"), "--target tiny leaves nothing to test"),
         (("--target=tests/models/tiny-moe", "--target=tests/../tests/models/tiny-moe/"), "two targets are named 'tiny-moe'"),
@@ -269,6 +273,18 @@ def test_target_in_a_folder(copy):
     code, output = copy.run(*one, "--trust-remote-code", "-rs")
     assert code == 0, output
     assert "target my-model names no draft model; give one with --draft" in output
+
+
+def test_target_in_a_folder_in_int8(copy):
+    shutil.copytree(copy.root / "tests/models/tiny-moe", copy.root / "my-model")
+    code, output = copy.run(
+        "tests/gpu/test_token_match.py",
+        *("-k", "prompt-lookup and k4 and prose", "--target=my-model", "--weights=int8-experts", "--trust-remote-code"),
+        "--device=cpu",
+    )
+    assert code == 0, output
+    assert re.search(r"my-model +prompt-lookup +4 +1/1", output), output
+    assert re.search(r"my-model: \d+ MiB, float32, weights int8-experts from safetensors", output), output
 
 
 def test_benchmarks_from_other_hardware_are_not_compared(copy):
