@@ -5,10 +5,12 @@ torch, transformers and dispatch are imported inside functions: `pytest-benchmar
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +149,29 @@ def target(target_name: str, request: pytest.FixtureRequest) -> LoadedModel:
     return loaded
 
 
+@pytest.fixture
+def original(target: LoadedModel) -> LoadedModel:
+    """An int8 target's model in its original precision beside it, for one test only: it is the larger of the two."""
+    from dispatch.int8_checkpoint import stored_layers
+    from dispatch.loading import load_target
+
+    name, device = target.spec.name, target.model.device
+    if target.spec.int8_layers is None:
+        pytest.skip(f"{name} has its original weights: there is nothing to compare")
+    if stored_layers(target.folder):
+        pytest.skip(f"{target.folder} holds int8 weights only: there is no original to compare with")
+    if device.type == "cuda":
+        import torch
+
+        # what an earlier test held is free only then
+        gc.collect()
+        torch.cuda.empty_cache()
+        size = sum(path.stat().st_size for path in Path(target.folder).glob(f"*.{target.files}"))
+        if torch.cuda.mem_get_info(device)[0] < size * 1.1:
+            pytest.skip(f"the original takes {size / 2**30:.0f} GiB beside {name}, more than is free on this GPU")
+    return load_target(replace(target.spec, weights="original"), device=device)
+
+
 @pytest.fixture(scope="session")
 def cached_target(target: LoadedModel) -> CachedModel:
     """The target behind its own key/value cache, one for the whole session, so that a run that leaves state behind shows."""
@@ -178,18 +203,21 @@ def get_drafter(target: LoadedModel, request: pytest.FixtureRequest) -> Callable
 
 @pytest.fixture(scope="session")
 def decode_baseline(target: LoadedModel, request: pytest.FixtureRequest) -> Callable[..., Result]:
-    """Plain greedy decoding of a prompt by name; every call decodes anew. keep_top_two=False where it is timed."""
+    """Plain greedy decoding of a prompt by name; every call decodes anew. keep_top_two=False where it is timed.
+
+    By the target, unless another loaded model is given.
+    """
     from dispatch.oracle import decode_greedy
     from dispatch.prompts import PROMPTS
 
-    def decode(prompt: str, keep_top_two: bool = True) -> Result:
+    def decode(prompt: str, keep_top_two: bool = True, by: LoadedModel = target) -> Result:
         return decode_greedy(
-            target.model,
-            target.encode(PROMPTS[prompt]),
+            by.model,
+            by.encode(PROMPTS[prompt]),
             max_new_tokens=request.config.getoption("--max-new-tokens"),
-            context_limit=target.context_limit,
-            eos_ids=target.eos_ids,
-            to_text=target.decode,
+            context_limit=by.context_limit,
+            eos_ids=by.eos_ids,
+            to_text=by.decode,
             keep_top_two=keep_top_two,
         )
 

@@ -3,14 +3,11 @@
 import contextlib
 import inspect
 import shutil
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from dispatch.gates import compare_logits
-from dispatch.loading import load_target
 
 WINDOWS, WINDOW = 10, 200
 
@@ -29,15 +26,8 @@ def teacher_forced(loaded):
     return torch.cat(logits), text[:, 1:].flatten().cpu()
 
 
-def test_int8_is_still_the_model(target_name, target, evidence, record_property, request):
-    if target.spec.weights == "original":
-        pytest.skip(f"{target_name} has its original weights: there is nothing to compare")
-    device = target.model.device
-    size = sum(path.stat().st_size for path in Path(target.folder).glob("*.safetensors"))
-    if device.type == "cuda" and torch.cuda.mem_get_info()[0] < size * 1.1:
-        pytest.skip(f"the original takes {size / 2**30:.0f} GiB beside {target_name}, more than is free on this GPU")
+def test_int8_is_still_the_model(target_name, target, original, evidence, record_property):
     found, following = teacher_forced(target)
-    original = load_target(replace(target.spec, weights="original"), device=device)
     expected, _ = teacher_forced(original)
     comparison = compare_logits(expected, found, following)
     evidence.write("int8-quality", {"target": target_name, "found": str(comparison), "problems": comparison.problems()})

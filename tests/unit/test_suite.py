@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dispatch.loading import load_target, save_int8
+from dispatch.targets import TARGETS
+
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOTS = Path("snapshots", "test_decode_snapshots")
 ONE_CELL = (
@@ -81,14 +84,36 @@ def test_green_cell_and_all_it_leaves_behind(copy):
     assert kinds["cell"]["difference"] is None
 
 
-def test_int8_quality_prints_what_it_found(copy):
-    code, output = copy.run("tests/gpu/test_int8_quality.py", "--target=tiny-int8-experts")
+def test_int8_findings_are_printed_and_kept(copy):
+    tests = ("tests/gpu/test_int8_decode.py", "tests/gpu/test_int8_quality.py")
+    code, output = copy.run(*tests, "--target=tiny-int8-experts", "--rounds=1", "--benchmark-json=out.json")
     assert code == 0, output
-    (finding,) = [record for record in copy.evidence() if record["kind"] == "int8-quality"]
-    line = f"tiny-int8-experts against its original weights: {finding['found']}"
-    summary = output.partition("= dispatch: ")[2].splitlines()
-    assert summary[1:3] == [line, ""], output
-    assert re.fullmatch(r".*: 2000 positions: same greedy token \d\d\.\d\d% .*, perplexity \d+\.\d+ -> \d.*", line)
+    kinds = {record["kind"]: record for record in copy.evidence()}
+    (row,) = copy.rows()
+    info = row["extra_info"]
+    assert info == {name: value for name, value in kinds["int8-decode"].items() if name != "kind"}
+    assert (info["target"], info["differ_first_at"]) == ("tiny-int8-experts", {})
+    assert info["tokens_per_second"] == pytest.approx(4 * 64 / row["stats"]["median"])
+    assert info["speed_up"] == pytest.approx(info["tokens_per_second"] / info["original_tokens_per_second"])
+    rates = f"{info['tokens_per_second']:.1f} tok/s, original {info['original_tokens_per_second']:.1f} tok/s"
+    found = kinds["int8-quality"]["found"]
+    assert re.match(r"2000 positions: same greedy token \d\d\.\d\d% .*, perplexity \d+\.\d+ -> \d", found)
+    assert output.partition("= dispatch: ")[2].splitlines()[1:4] == [
+        f"tiny-int8-experts decodes {rates}: {info['speed_up']:.2f}x; tokens equal on 4/4 prompts",
+        f"tiny-int8-experts against its original weights: {found}",
+        "",
+    ]
+
+
+def test_other_tokens_of_int8_are_told(copy):
+    copy.edit("dispatch/quantization.py", "WEIGHT_LIMIT = 127", "WEIGHT_LIMIT = 7")
+    code, output = copy.run("tests/gpu/test_int8_decode.py", "--target=tiny-int8-experts", "--benchmark-disable")
+    assert code == 0, output
+    differ = copy.evidence()[-1]["differ_first_at"]
+    places = ", ".join(f"in {prompt} at {position}" for prompt, position in differ.items())
+    assert 0 < len(differ) <= 4
+    line = f"tiny-int8-experts was not timed; tokens equal on {4 - len(differ)}/4 prompts, first difference {places}\n"
+    assert line in output, output
 
 
 FAULTS = {
@@ -172,6 +197,13 @@ INT8_FAULTS = {
         ("test_token_match.py", "--target=tiny-int8-experts", "-k", "draft-model and k4 and prose"),
         "tiny-int8-experts, prose, draft-model, k=4: tokens differ first at position",
     ),
+    "weights-that-drift": (
+        "dispatch/moe.py",
+        "        run = kernels(self.backend, x.device.type).experts\n",
+        "        run = kernels(self.backend, x.device.type).experts\n        self.down_scales *= 1.001\n",
+        ("test_int8_decode.py", "--target=tiny-int8-experts", "--rounds=1", "--benchmark-json=out.json"),
+        "prose: other tokens the second time",
+    ),
 }
 
 
@@ -182,8 +214,9 @@ def test_planted_fault_of_int8_is_red(copy, fault):
     code, output = copy.run(f"tests/gpu/{test}", *choice)
     assert code == 1, output
     assert re.search(message, output), output
-    last = copy.evidence()[-1]
-    assert last["problems"] if last["kind"] == "int8-quality" else last["matched"] is False
+    assert copy.rows() == []
+    green = [r for r in copy.evidence() if r["kind"] == "int8-decode" or r.get("matched") or r.get("problems") == []]
+    assert green == []
 
 
 def test_every_target_that_fits_a_cpu_goes_through_every_gate(copy):
@@ -275,16 +308,22 @@ def test_target_in_a_folder(copy):
     assert "target my-model names no draft model; give one with --draft" in output
 
 
-def test_target_in_a_folder_in_int8(copy):
-    shutil.copytree(copy.root / "tests/models/tiny-moe", copy.root / "my-model")
+@pytest.mark.parametrize("stored", ["original", "int8"])
+def test_target_in_a_folder_in_int8(copy, stored):
+    if stored == "int8":
+        save_int8(load_target(TARGETS["tiny-int8-experts"]), copy.root / "my-model")
+    else:
+        shutil.copytree(copy.root / "tests/models/tiny-moe", copy.root / "my-model")
     code, output = copy.run(
-        "tests/gpu/test_token_match.py",
-        *("-k", "prompt-lookup and k4 and prose", "--target=my-model", "--weights=int8-experts", "--trust-remote-code"),
-        "--device=cpu",
+        *("tests/gpu/test_token_match.py", "tests/gpu/test_int8_quality.py", "-rs", "--device=cpu"),
+        *("-k", "test_int8_is_still_the_model or prompt-lookup and k4 and prose"),
+        *("--target=my-model", "--weights=int8-experts", "--trust-remote-code"),
     )
     assert code == 0, output
     assert re.search(r"my-model +prompt-lookup +4 +1/1", output), output
     assert re.search(r"my-model: \d+ MiB, float32, weights int8-experts from safetensors", output), output
+    assert ("my-model against its original weights: 2000 positions" in output) == (stored == "original"), output
+    assert ("my-model holds int8 weights only: there is no original to compare with" in output) == (stored == "int8"), output
 
 
 def test_benchmarks_from_other_hardware_are_not_compared(copy):
