@@ -27,7 +27,7 @@ MAY_KNOW = {
     "kernels.reference": {"errors", "quantization"},
     "kernels.cpu": {"errors", "quantization", "kernels.reference"},
     "kernels.grouped_gemm": {"errors", "quantization", "kernels.reference"},
-    "kernels.machine_code": {"errors", "kernels.grouped_gemm"},
+    "kernels.machine_code": {"errors", "quantization", "kernels.grouped_gemm"},
     "moe": {"errors", "quantization", "kernels.reference", "kernels.cpu", "kernels.grouped_gemm"},
     "int8_checkpoint": {"errors", "moe"},
     "loading": {"errors", "int8_checkpoint", "repairs", "targets"},
