@@ -62,6 +62,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        # triton reads it when the kernels are defined; in the interpreter they compute on the CPU
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def _asked(config: pytest.Config) -> dict[str, ModelSpec]:
     """The targets that --target names, by name."""
     from dispatch.errors import InputError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dispatch.errors import BackendError
-from dispatch.kernels.reference import check_routing
+from dispatch.kernels.reference import check_routing, check_rows
 from dispatch.quantization import Int8Weight
 
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -78,6 +78,7 @@ def linear(x: Tensor, weight: Int8Weight) -> Tensor:
 
 def linear_of(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """`linear` without the wrapping: values [N, K] int8 and scales [N] float32, contiguous."""
+    check_rows(x, values.shape[1])
     rows = x.float().contiguous()
     (m, k), n = rows.shape, len(values)
     out = torch.empty(m, n)
@@ -88,6 +89,7 @@ def linear_of(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
 
 def experts(x: Tensor, gate_up: Int8Weight, down: Int8Weight, ids: Tensor, weights: Tensor) -> Tensor:
     """Every token through its experts, as `reference.experts`, the routing plan included. Raises InputError for bad ids."""
+    check_rows(x, gate_up.values.shape[2])
     rows, routing, chosen = x.float().contiguous(), weights.float().contiguous(), ids.long().contiguous()
     (tokens, hidden), (count, _, intermediate) = rows.shape, down.values.shape
     if chosen.shape != routing.shape or chosen.dim() != 2 or len(chosen) != tokens:

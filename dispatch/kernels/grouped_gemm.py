@@ -189,10 +189,11 @@ def _padded(columns: int) -> int:
 
 
 def _check_columns(x: Tensor, columns: int) -> None:
-    if x.dim() != 2 or x.shape[1] != columns:
-        raise InputError(f"x is {tuple(x.shape)}, expected rows of {columns}, as the weights have")
+    reference.check_rows(x, columns)
     if columns > COLUMN_LIMIT:
-        raise InputError(f"rows of {columns} values could overflow an int32 sum, expected at most {COLUMN_LIMIT}: split the weight")
+        raise InputError(
+            f"rows of {columns} values could overflow an int32 sum, expected at most {COLUMN_LIMIT}: split the weight"
+        )
 
 
 @triton.jit
@@ -200,7 +201,7 @@ def _quantize_rows(x, out, scales, M, K, STRIDE, BLOCK: tl.constexpr):
     """Steps 1 and 2 for the row of this program: value = 256 * high + low."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
-    largest = 0
+    largest = tl.full((), 0, tl.int32)
     for start in range(0, K, BLOCK):
         at = start + lane
         value = tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
@@ -224,16 +225,14 @@ def _quantize_rows(x, out, scales, M, K, STRIDE, BLOCK: tl.constexpr):
 
 @triton.jit
 def _experts_of(ids, pair, PAIRS, EXPERTS):
-    """Expert of each pair: EXPERTS for a number that is none, and beyond the last pair one more, so that it sorts behind all."""
+    """Expert of each pair: EXPERTS for a number that is none, and one more beyond the last pair, so that it sorts behind."""
     expert = tl.load(ids + pair, mask=pair < PAIRS, other=0)
     expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS).to(tl.int32)
     return tl.where(pair < PAIRS, expert, EXPERTS + 1)
 
 
 @triton.jit
-def _plan(
-    ids, order, plan, PAIRS, EXPERTS, TILES, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
-):
+def _plan(ids, order, plan, PAIRS, EXPERTS, TILES, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr):
     """order [PAIRS]: pairs sorted by expert; plan [3, TILES]: each tile's expert (-1: none), first and end place in order.
 
     A pair's place is the number of pairs before it, counted by one program a block; the last program makes the tiles.
@@ -288,6 +287,8 @@ def _silu(x):
     series = tl.zeros_like(r) + TAYLOR[0]
     for i in tl.static_range(1, 8):
         series = series * r + TAYLOR[i]
+    # NaN has no integer: r keeps it
+    n = tl.where(n == n, n, 0.0)
     power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
     return tl.div_rn(x, 1.0 + series * power)
 
@@ -312,7 +313,7 @@ def _gate_up_silu(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out [pairs, N] = silu(gate) * up for one tile of one expert; values [experts, 2 * N, K], the gate's before those of up."""
+    """out [pairs, N] = silu(gate) * up for one tile of an expert; values [experts, 2 * N, K], the gate's before those of up."""
     tile = tl.program_id(0)
     expert = tl.load(plan + tile)
     if expert < 0:
@@ -337,12 +338,9 @@ def _gate_up_silu(
     for start in range(0, K, BLOCK_K):
         of_high = tl.load(high + start)
         of_low = tl.load(low + start)
-        if EVEN_K:
-            of_gate = tl.load(gate + start)
-            of_up = tl.load(up + start)
-        else:
-            of_gate = tl.load(gate + start, mask=(start + k)[None, :] < K, other=0)
-            of_up = tl.load(up + start, mask=(start + k)[None, :] < K, other=0)
+        inside = EVEN_K | ((start + k)[None, :] < K)
+        of_gate = tl.load(gate + start, mask=inside, other=0)
+        of_up = tl.load(up + start, mask=inside, other=0)
         gate_high = tl.dot(of_high, tl.trans(of_gate), gate_high, out_dtype=tl.int32)
         gate_low = tl.dot(of_low, tl.trans(of_gate), gate_low, out_dtype=tl.int32)
         up_high = tl.dot(of_high, tl.trans(of_up), up_high, out_dtype=tl.int32)
@@ -378,7 +376,7 @@ def _linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out [M, N] for one tile: rows of one matrix or, GROUPED, pairs of one expert times their routing weights; RAW: bare sums."""
+    """out [M, N] for one tile of a matrix or, GROUPED, of an expert, times the pairs' routing weights; RAW: bare sums."""
     tile = tl.program_id(0)
     if GROUPED:
         expert = tl.load(plan + tile)
@@ -404,10 +402,7 @@ def _linear(
     for start in range(0, K, BLOCK_K):
         of_high = tl.load(high + start)
         of_low = tl.load(low + start)
-        if EVEN_K:
-            of_weight = tl.load(weight + start)
-        else:
-            of_weight = tl.load(weight + start, mask=(start + k)[None, :] < K, other=0)
+        of_weight = tl.load(weight + start, mask=EVEN_K | ((start + k)[None, :] < K), other=0)
         sum_high = tl.dot(of_high, tl.trans(of_weight), sum_high, out_dtype=tl.int32)
         sum_low = tl.dot(of_low, tl.trans(of_weight), sum_low, out_dtype=tl.int32)
     result = _whole_sums(sum_high, sum_low)

@@ -52,8 +52,8 @@ class MachineCode:
             found.append(f"{where} has {self.spills} instructions that spill registers, expected none: smaller tiles")
         if self.shared > SHARED_LIMIT[self.capability] * 1024:
             found.append(
-                f"{where} takes {self.shared} bytes of shared memory, more than the {SHARED_LIMIT[self.capability]} KiB there are: "
-                "smaller tiles or fewer stages"
+                f"{where} takes {self.shared} bytes of shared memory, expected at most "
+                f"{SHARED_LIMIT[self.capability]} KiB: smaller tiles or fewer stages"
             )
         if self.inexact:
             found.append(f"{where} has {', '.join(self.inexact)}, which round otherwise than the reference")
@@ -62,8 +62,8 @@ class MachineCode:
                 found.append(f"{where} has no integer tensor-core instruction")
             if not self.loads_16 or self.loads_narrower:
                 found.append(
-                    f"{where} has {self.loads_16} asynchronous loads of 16 bytes and {self.loads_narrower} narrower ones, expected "
-                    "16 bytes alone"
+                    f"{where} has {self.loads_16} asynchronous loads of 16 bytes and {self.loads_narrower} narrower "
+                    "ones, expected 16 bytes alone"
                 )
         return found
 
@@ -167,7 +167,14 @@ def table(found: list[MachineCode]) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for code in found:
-        numbers = (code.registers, code.spills, f"{code.shared / 1024:.1f}", code.integer_mma, code.loads_16, code.loads_narrower)
+        numbers = (
+            code.registers,
+            code.spills,
+            f"{code.shared / 1024:.1f}",
+            code.integer_mma,
+            code.loads_16,
+            code.loads_narrower,
+        )
         lines.append(f"| {code.kernel} | {code.capability} | {' | '.join(map(str, numbers))} |")
     return lines
 

@@ -90,6 +90,12 @@ def experts(x: Tensor, gate_up: Int8Weight, down: Int8Weight, ids: Tensor, weigh
     return out.to(x.dtype)
 
 
+def check_rows(x: Tensor, columns: int) -> None:
+    """Raises InputError unless x is [M, columns]: the kernels read what they are told is there."""
+    if x.dim() != 2 or x.shape[1] != columns:
+        raise InputError(f"x is {tuple(x.shape)}, expected rows of {columns} values, as the weights have")
+
+
 def check_routing(ids: Tensor, weights: Tensor, tokens: int, experts: int) -> None:
     """Raises InputError unless ids and weights are [tokens, k] and each row of ids has k different numbers in [0, experts)."""
     check_routing_shape(ids, weights, tokens)

@@ -6,11 +6,12 @@ import warnings
 
 import pytest
 import torch
+from int8_layers import in_float32, in_float64, layer, poison, rows_differ_with_company
 
 from dispatch.errors import BackendError, InputError
 from dispatch.kernels import cpu, reference
 from dispatch.moe import kernels
-from dispatch.quantization import Int8Weight, dequantize, quantize
+from dispatch.quantization import Int8Weight, quantize
 
 # hidden, intermediate, experts, top_k, tokens: tails of every kind, N > K and N < K, experts without tokens, one token in all
 SHAPES = [
@@ -25,35 +26,6 @@ SHAPES = [
 ]
 
 
-def layer(hidden, intermediate, experts, top_k, tokens, seed=0):
-    """Weights whose size differs a hundredfold between experts and between channels, so that a wrong scale shows."""
-    torch.manual_seed(seed)
-
-    def weight(rows, columns):
-        uneven = 10 ** (2 * torch.rand(experts, 1, 1) - 1) * 10 ** (2 * torch.rand(experts, rows, 1) - 1)
-        return quantize(torch.randn(experts, rows, columns) * uneven / columns**0.5)
-
-    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
-    return (
-        torch.randn(tokens, hidden),
-        weight(2 * intermediate, hidden),
-        weight(hidden, intermediate),
-        ids,
-        torch.rand(ids.shape),
-    )
-
-
-def in_float64(x, gate_up, down, ids, weights):
-    """The layer from its definition, with the weights that the int8 ones stand for."""
-    first, second = dequantize(gate_up).double(), dequantize(down).double()
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for token, row in enumerate(x.double()):
-        for slot, expert in enumerate(ids[token].tolist()):
-            gate, up = (first[expert] @ row).chunk(2)
-            out[token] += weights[token, slot].double() * (second[expert] @ (gate / (1 + torch.exp(-gate)) * up))
-    return out
-
-
 @pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
 def backend(request):
     return request.param
@@ -61,14 +33,7 @@ def backend(request):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Memory that is not written must show: torch.empty gives NaN, and bytes that are NaN as floats."""
-    empty = torch.empty
-
-    def full(*size, **options):
-        made = empty(*size, **options)
-        return made.fill_(torch.nan if made.is_floating_point() else 255 if made.dtype == torch.uint8 else -77)
-
-    monkeypatch.setattr(torch, "empty", full)
+    poison(monkeypatch)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -101,36 +66,12 @@ def test_half_precision_in_and_out(dtype):
     assert torch.equal(found, cpu.experts(x.to(dtype).float(), *rest).to(dtype))
 
 
-def rows_differ_with_company(experts, tokens=64):
-    """Whether any row's result changes with the rows around it, or with their order."""
-    x, gate_up, down, ids, weights = layer(96, 80, 8, 3, tokens)
-    together = experts(x, gate_up, down, ids, weights)
-    alone = torch.cat([experts(x[i : i + 1], gate_up, down, ids[i : i + 1], weights[i : i + 1]) for i in range(tokens)])
-    order = torch.randperm(tokens)
-    shuffled = experts(x[order], gate_up, down, ids[order], weights[order])
-    fewer = torch.cat([experts(x[:n], gate_up, down, ids[:n], weights[:n])[-1:] for n in range(2, tokens, 7)])
-    return not (
-        torch.equal(alone, together)
-        and torch.equal(shuffled, together[order])
-        and torch.equal(fewer, together[1 : tokens - 1 : 7])
-    )
-
-
 def test_a_row_does_not_depend_on_its_company(backend):
     assert not rows_differ_with_company(backend.experts)
 
 
 def test_float_sums_do_depend_on_it():
-    # the positive control: the same comparison over fp32 products must find a difference, or it finds nothing
-    def in_float32(x, gate_up, down, ids, weights):
-        out = torch.zeros_like(x)
-        for expert in range(len(gate_up.values)):
-            token, slot = (ids == expert).nonzero(as_tuple=True)
-            gate, up = (x[token] @ dequantize(gate_up)[expert].T).chunk(2, -1)
-            y = torch.nn.functional.silu(gate) * up @ dequantize(down)[expert].T
-            out.index_add_(0, token, y * weights[token, slot, None])
-        return out
-
+    # the positive control: the same comparison must find a difference here, or it finds nothing
     assert rows_differ_with_company(in_float32)
 
 
