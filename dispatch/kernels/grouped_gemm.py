@@ -325,7 +325,7 @@ def _gate_up_silu(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     high = rows + token[:, None] * STRIDE + k[None, :]
-    low = high + TOKENS.to(tl.int64) * STRIDE
+    low = high + tl.cast(TOKENS, tl.int64) * STRIDE
     # columns beyond N take the last one again, so that loads need no mask
     column = tl.minimum(n, N - 1)
     first = expert.to(tl.int64) * 2 * N
@@ -394,7 +394,7 @@ def _linear(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     high = rows + row[:, None] * STRIDE + k[None, :]
-    low = high + M.to(tl.int64) * STRIDE
+    low = high + tl.cast(M, tl.int64) * STRIDE
     column = first + tl.minimum(n, N - 1)
     weight = values + column[:, None] * K + k[None, :]
     sum_high = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)

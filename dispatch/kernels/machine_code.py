@@ -94,7 +94,7 @@ def _recording(recorded: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
             del kernel.run
 
 
-def launches_of_the_16b() -> dict[str, tuple[Any, dict[str, Any]]]:
+def launches_of_the_16b(tokens: int = 5) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Every different kernel of an int8 DeepSeek-MoE-16B, by a name that says what for."""
 
     def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -104,11 +104,11 @@ def launches_of_the_16b() -> dict[str, tuple[Any, dict[str, Any]]]:
         return Int8Weight(values=empty(*size, dtype=torch.int8), scales=empty(*size[:-1], dtype=torch.float32))
 
     def layer() -> Tensor:
-        ids, routing = empty(5, 6, dtype=torch.int64), empty(5, 6)
-        return grouped_gemm.experts(empty(5, 2048), weight(64, 2816, 2048), weight(64, 2048, 1408), ids, routing)
+        ids, routing = empty(tokens, 6, dtype=torch.int64), empty(tokens, 6)
+        return grouped_gemm.experts(empty(tokens, 2048), weight(64, 2816, 2048), weight(64, 2048, 1408), ids, routing)
 
     def dense(columns: int) -> Tensor:
-        return grouped_gemm.linear(empty(5, columns), weight(2048, columns))
+        return grouped_gemm.linear(empty(tokens, columns), weight(2048, columns))
 
     plan, rows, gate_up, inner, down, combine = launches(layer)
     return {

@@ -45,6 +45,42 @@ def test_every_kernel_on_every_generation():
         assert (int(mma) > 0, int(loads_16) > 0) == (multiplies, multiplies), (kernel, sm)
 
 
+# triton makes a constant of every number that is 1, which the interpreter does not
+ODD = """
+import torch
+from dispatch.kernels import grouped_gemm, machine_code
+from dispatch.quantization import Int8Weight
+
+def empty(*size, dtype=torch.float16):
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+def weight(*size):
+    return Int8Weight(values=empty(*size, dtype=torch.int8), scales=empty(*size[:-1], dtype=torch.float32))
+
+def layer(tokens, hidden, inner, experts, top_k):
+    ids, routing = empty(tokens, top_k, dtype=torch.int64), empty(tokens, top_k)
+    stacks = weight(experts, 2 * inner, hidden), weight(experts, hidden, inner)
+    grouped_gemm.experts(empty(tokens, hidden), *stacks, ids, routing)
+    grouped_gemm.linear(empty(tokens, hidden), weight(inner, hidden))
+    grouped_gemm.integer_matmul(empty(tokens, hidden, dtype=torch.int16), weight(inner, hidden).values)
+
+machine_code.TYPES |= {torch.float16: "*fp16"}
+for sizes in ((1, 1, 1, 1, 1), (1, 33, 17, 5, 3), (1000, 100, 72, 256, 8)):
+    for kernel, arguments in machine_code.launches(lambda: layer(*sizes)):
+        print(machine_code.compile_for(kernel.__name__, kernel, arguments, 80))
+for name, (kernel, arguments) in machine_code.launches_of_the_16b(tokens=1).items():
+    assert not machine_code.compile_for(name, kernel, arguments, 90).problems()
+"""
+
+
+def test_sizes_of_every_kind_compile():
+    code, found, errors = run("-c", ODD)
+    assert code == 0, errors
+    lines = found.splitlines()
+    assert sum("_gate_up_silu" in line for line in lines) == 3
+    assert all("inexact=()" in line for line in lines), found
+
+
 FAULTS = {
     "one stage": ("grouped_gemm.TILE['num_stages'] = 1", "has 0 asynchronous loads of 16 bytes"),
     "wide tiles": (
