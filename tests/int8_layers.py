@@ -24,8 +24,8 @@ def layer(hidden, intermediate, experts, top_k, tokens, seed=0):
 
 
 def in_float64(x, gate_up, down, ids, weights):
-    """The layer from its definition, with the weights that the int8 ones stand for."""
-    first, second = dequantize(gate_up).double(), dequantize(down).double()
+    """The layer from its definition, with float weights or those that the int8 ones stand for."""
+    first, second = (w.double() if isinstance(w, torch.Tensor) else dequantize(w).double() for w in (gate_up, down))
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, row in enumerate(x.double()):
         for slot, expert in enumerate(ids[token].tolist()):

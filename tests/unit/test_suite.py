@@ -54,7 +54,7 @@ class Copy:
 def copy(tmp_path):
     for name in ("dispatch", "snapshots", "tests/gpu", "tests/models"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("conftest.py", "pyproject.toml"):
+    for name in ("conftest.py", "pyproject.toml", "tests/int8_layers.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     return Copy(tmp_path)
 
