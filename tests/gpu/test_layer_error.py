@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from int8_layers import in_float64
 
 from dispatch.moe import kernels
 from dispatch.quantization import Int8Weight, dequantize, quantize
-from int8_layers import in_float64
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, TOKENS = 2048, 1408, 8, 6, 8
 
