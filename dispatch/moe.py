@@ -40,7 +40,7 @@ def kernels(backend: str, device_type: str) -> ModuleType:
     if backend == "triton":
         if device_type != "cuda":
             raise BackendError(f"the triton backend needs a GPU, the model is on {device_type}: use auto, cpu or reference")
-        # triton is there on machines with a GPU only, and is slow to import
+        # triton is slow to import, and only there on Linux
         return importlib.import_module("dispatch.kernels.grouped_gemm")
     if backend == "cpu":
         if device_type != "cpu":
