@@ -110,6 +110,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_out_nightly(config, items)
     _keep_chosen_targets(config, items)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu or config.option.collectonly:
@@ -125,12 +126,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=problem.message))
 
 
+def _leave_out_nightly(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what takes minutes, unless the -m expression speaks of it."""
+    if "nightly" not in config.option.markexpr:
+        out = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
+
+
 def _keep_chosen_targets(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the targets that --target leaves out. Last of all hooks, or --snapshot-update would delete their snapshots."""
     chosen = _asked(config)
     if not chosen:
         return
-    out = [item for item in items if _target_of(item) not in (None, *chosen)]
+    # a benchmark of no target measures a shape
+    out = [
+        item
+        for item in items
+        if _target_of(item) not in (None, *chosen) or (not _target_of(item) and item.get_closest_marker("benchmark"))
+    ]
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if item not in out]
     if out and not any(map(_target_of, items)):

@@ -264,6 +264,41 @@ def test_gpu_tests_alone_without_a_gpu_fail_and_say_why(copy, choice):
     assert re.search(r"ERROR: no usable GPU: .*\[torch .*driver .*\]\. (\d+) of \1 selected tests need one", output), output
 
 
+@pytest.mark.parametrize(
+    ("choice", "shapes"),
+    [
+        ((), {"tiny-cpu", "16b-cuda"}),
+        (("-m", "not gpu"), {"tiny-cpu"}),
+        (("-m", "nightly"), {"16b-cpu"}),
+        (("-m", "nightly or gpu"), {"16b-cpu", "16b-cuda"}),
+    ],
+)
+def test_nightly_cells_run_where_they_are_named(copy, choice, shapes):
+    code, output = copy.run(
+        "tests/gpu/test_layer_throughput.py", "-k", "test_layer and not fault", "--collect-only", "-q", *choice
+    )
+    assert code == 0, output
+    assert set(re.findall(r"::test_layer\[(\w+-\w+)", output)) == shapes
+
+
+def test_layer_that_is_wrong_leaves_no_row(copy):
+    one = ("tests/gpu/test_layer_throughput.py", "-k", "tiny-cpu-5-uniform", "--benchmark-json=out.json")
+    code, output = copy.run(*one)
+    assert code == 0, output
+    rows = {row["extra_info"]["implementation"]: row["extra_info"] for row in copy.rows()}
+    assert rows.keys() == {"stock", "grouped_mm", "batched_mm", "int8pack", "int8"}
+    assert all(row["effective_gb_s"] / row["bandwidth_gb_s"] == pytest.approx(row["share"]) for row in rows.values())
+    assert rows["int8"]["ratio_to_int8"] == 1
+    (copy.root / "out.json").unlink()
+    copy.edit(
+        "dispatch/kernels/cpu.py", "    rows, routing, chosen = x.float()", "    rows, routing, chosen = 1.01 * x.float()"
+    )
+    code, output = copy.run(*one)
+    assert code == 1, output
+    assert "int8: a row is off by" in output
+    assert copy.rows() == []
+
+
 def test_broken_gpu_is_not_skipped(copy):
     (copy.root / "plant.py").write_text(
         "from dispatch import environment\n"
