@@ -139,7 +139,7 @@ def _keep_chosen_targets(config: pytest.Config, items: list[pytest.Item]) -> Non
     chosen = _asked(config)
     if not chosen:
         return
-    # a benchmark of no target measures a shape
+    # a benchmark of no target is of a layer
     out = [
         item
         for item in items
