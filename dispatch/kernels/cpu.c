@@ -14,17 +14,38 @@
 enum { CHUNK = 4096, ROWS = 4, PREFETCH = 2048, UNITS = 32, SMALL = 1 << 19 };
 static const float ROW_LIMIT = 32639.0f, SMALLEST_SCALE = 0x1p-126f;
 
-#ifdef __AVX2__
-static inline int64_t spread(__m256i lanes) {
+#if defined(__AVX512BW__)
+enum { WIDE = 32 };
+typedef __m512i vector;
+static inline vector zeros(void) { return _mm512_setzero_si512(); }
+static inline vector add(vector a, vector b) { return _mm512_add_epi32(a, b); }
+static inline int64_t spread(vector lanes) {
+    return _mm512_reduce_add_epi64(_mm512_add_epi64(_mm512_cvtepi32_epi64(_mm512_castsi512_si256(lanes)),
+                                                    _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(lanes, 1))));
+}
+static inline vector wide(const int8_t *w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)w)); }
+static inline vector add_products(vector sum, vector w, const int16_t *x) {
+#ifdef __AVX512VNNI__
+    return _mm512_dpwssd_epi32(sum, w, _mm512_loadu_si512(x));
+#else
+    return add(sum, _mm512_madd_epi16(w, _mm512_loadu_si512(x)));
+#endif
+}
+#elif defined(__AVX2__)
+enum { WIDE = 16 };
+typedef __m256i vector;
+static inline vector zeros(void) { return _mm256_setzero_si256(); }
+static inline vector add(vector a, vector b) { return _mm256_add_epi32(a, b); }
+static inline int64_t spread(vector lanes) {
     __m256i low = _mm256_cvtepi32_epi64(_mm256_castsi256_si128(lanes));
     __m256i high = _mm256_cvtepi32_epi64(_mm256_extracti128_si256(lanes, 1));
     __m256i sum = _mm256_add_epi64(low, high);
     return _mm256_extract_epi64(sum, 0) + _mm256_extract_epi64(sum, 1) + _mm256_extract_epi64(sum, 2) +
            _mm256_extract_epi64(sum, 3);
 }
-static inline __m256i weights16(const int8_t *w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w)); }
-static inline __m256i products(__m256i w, const int16_t *x) {
-    return _mm256_madd_epi16(w, _mm256_loadu_si256((const __m256i *)x));
+static inline vector wide(const int8_t *w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w)); }
+static inline vector add_products(vector sum, vector w, const int16_t *x) {
+    return add(sum, _mm256_madd_epi16(w, _mm256_loadu_si256((const __m256i *)x)));
 }
 #endif
 
@@ -32,17 +53,23 @@ static inline __m256i products(__m256i w, const int16_t *x) {
 static int64_t dot(const int8_t *w, const int16_t *x, int64_t K) {
     int64_t sum = 0, k = 0;
 #ifdef __AVX2__
-    while (K - k >= 64) {
-        int64_t end = K - k > CHUNK ? k + CHUNK : k + ((K - k) & ~63LL);
-        __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
-        for (; k < end; k += 64) {
+    while (K - k >= 4 * WIDE) {
+        int64_t end = K - k > CHUNK ? k + CHUNK : k + (K - k) / (4 * WIDE) * (4 * WIDE);
+        vector a = zeros(), b = a, c = a, d = a;
+        for (; k < end; k += 4 * WIDE) {
             _mm_prefetch((const char *)(w + k + PREFETCH), _MM_HINT_T0);
-            a = _mm256_add_epi32(a, products(weights16(w + k), x + k));
-            b = _mm256_add_epi32(b, products(weights16(w + k + 16), x + k + 16));
-            c = _mm256_add_epi32(c, products(weights16(w + k + 32), x + k + 32));
-            d = _mm256_add_epi32(d, products(weights16(w + k + 48), x + k + 48));
+            if (WIDE == 32) _mm_prefetch((const char *)(w + k + PREFETCH + 64), _MM_HINT_T0);
+            a = add_products(a, wide(w + k), x + k);
+            b = add_products(b, wide(w + k + WIDE), x + k + WIDE);
+            c = add_products(c, wide(w + k + 2 * WIDE), x + k + 2 * WIDE);
+            d = add_products(d, wide(w + k + 3 * WIDE), x + k + 3 * WIDE);
         }
-        sum += spread(_mm256_add_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d)));
+        sum += spread(add(add(a, b), add(c, d)));
+    }
+    if (K - k >= WIDE) {
+        vector a = zeros();
+        for (; K - k >= WIDE; k += WIDE) a = add_products(a, wide(w + k), x + k);
+        sum += spread(a);
     }
 #else
     while (K - k >= 512) {
@@ -60,15 +87,15 @@ static void dots(const int8_t *w, const int16_t *const *x, int64_t K, int64_t *s
 #ifdef __AVX2__
     int64_t k = 0;
     for (int i = 0; i < ROWS; i++) sums[i] = 0;
-    while (K - k >= 16) {
-        int64_t end = K - k > CHUNK ? k + CHUNK : k + ((K - k) & ~15LL);
-        __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
-        for (; k < end; k += 16) {
-            __m256i v = weights16(w + k);
-            a = _mm256_add_epi32(a, products(v, x[0] + k));
-            b = _mm256_add_epi32(b, products(v, x[1] + k));
-            c = _mm256_add_epi32(c, products(v, x[2] + k));
-            d = _mm256_add_epi32(d, products(v, x[3] + k));
+    while (K - k >= WIDE) {
+        int64_t end = K - k > CHUNK ? k + CHUNK : k + (K - k) / WIDE * WIDE;
+        vector a = zeros(), b = a, c = a, d = a;
+        for (; k < end; k += WIDE) {
+            vector v = wide(w + k);
+            a = add_products(a, v, x[0] + k);
+            b = add_products(b, v, x[1] + k);
+            c = add_products(c, v, x[2] + k);
+            d = add_products(d, v, x[3] + k);
         }
         sums[0] += spread(a), sums[1] += spread(b), sums[2] += spread(c), sums[3] += spread(d);
     }
