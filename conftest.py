@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dispatch.targets import ModelSpec
 
 ROOT = Path(__file__).resolve().parent
+SUITE = ROOT / "tests" / "gpu"
 CELL = "dispatch_cell"
 LINE = "dispatch_line"
 """Names of recorded properties: a cell of the table, and a line to print under it."""
@@ -139,12 +140,9 @@ def _keep_chosen_targets(config: pytest.Config, items: list[pytest.Item]) -> Non
     chosen = _asked(config)
     if not chosen:
         return
-    # a benchmark of no target is of a layer
-    out = [
-        item
-        for item in items
-        if _target_of(item) not in (None, *chosen) or (not _target_of(item) and item.get_closest_marker("benchmark"))
-    ]
+    # what the suite has of no target is of a layer's shape
+    kept = {item for item in items if _target_of(item) in chosen or not (_target_of(item) or SUITE in item.path.parents)}
+    out = [item for item in items if item not in kept]
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if item not in out]
     if out and not any(map(_target_of, items)):

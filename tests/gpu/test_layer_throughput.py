@@ -24,9 +24,6 @@ from dispatch.moe import kernels
 from dispatch.quantization import Int8Weight
 from dispatch.repairs import repair_transformers
 
-# the mark by which --target leaves out all that is here, which is of no target
-pytestmark = pytest.mark.benchmark(group="layer")
-
 TINY = Path(__file__).parents[1] / "models" / "tiny-moe"
 ROUTINGS = 5  # to a cell, taken in turns
 BATCHED_MM_LIMIT = 2e9  # bytes on a CPU
@@ -215,6 +212,7 @@ def cells():
     return made
 
 
+@pytest.mark.benchmark(group="layer")
 @pytest.mark.parametrize(("shape", "device", "rows", "routing", "implementation"), cells())
 def test_layer(shape, device, rows, routing, implementation, layer_of, case_of, ratios, benchmark, record_property):
     layer = layer_of(shape, device)
