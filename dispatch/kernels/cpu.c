@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-enum { CHUNK = 4096, ROWS = 4, PREFETCH = 2048, UNITS = 32, SMALL = 1 << 19 };
+enum { CHUNK = 4096, ROWS = 4, PREFETCH = 3072, UNITS = 64, SMALL = 1 << 19 };
 static const float ROW_LIMIT = 32639.0f, SMALLEST_SCALE = 0x1p-126f;
 
 #if defined(__AVX512BW__)
@@ -57,8 +57,8 @@ static int64_t dot(const int8_t *w, const int16_t *x, int64_t K) {
         int64_t end = K - k > CHUNK ? k + CHUNK : k + (K - k) / (4 * WIDE) * (4 * WIDE);
         vector a = zeros(), b = a, c = a, d = a;
         for (; k < end; k += 4 * WIDE) {
-            _mm_prefetch((const char *)(w + k + PREFETCH), _MM_HINT_T0);
-            if (WIDE == 32) _mm_prefetch((const char *)(w + k + PREFETCH + 64), _MM_HINT_T0);
+            _mm_prefetch((const char *)(w + k + PREFETCH), _MM_HINT_T1);
+            if (WIDE == 32) _mm_prefetch((const char *)(w + k + PREFETCH + 64), _MM_HINT_T1);
             a = add_products(a, wide(w + k), x + k);
             b = add_products(b, wide(w + k + WIDE), x + k + WIDE);
             c = add_products(c, wide(w + k + 2 * WIDE), x + k + 2 * WIDE);
@@ -91,6 +91,7 @@ static void dots(const int8_t *w, const int16_t *const *x, int64_t K, int64_t *s
         int64_t end = K - k > CHUNK ? k + CHUNK : k + (K - k) / WIDE * WIDE;
         vector a = zeros(), b = a, c = a, d = a;
         for (; k < end; k += WIDE) {
+            if (k % 64 == 0) _mm_prefetch((const char *)(w + k + PREFETCH), _MM_HINT_T1);
             vector v = wide(w + k);
             a = add_products(a, v, x[0] + k);
             b = add_products(b, v, x[1] + k);
