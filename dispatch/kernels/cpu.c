@@ -11,7 +11,8 @@
 #include <immintrin.h>
 #endif
 
-enum { CHUNK = 4096, ROWS = 4, PREFETCH = 3072, UNITS = 64, SMALL = 1 << 19 };
+enum { CHUNK = 4096, ROWS = 4, PREFETCH = 3072, UNITS = 64, SMALL = 1 << 19, MANY = 1 << 22 };
+/* With fewer weights than SMALL and fewer products than MANY, waking the other threads takes longer than the work. */
 static const float ROW_LIMIT = 32639.0f, SMALLEST_SCALE = 0x1p-126f;
 
 #if defined(__AVX512BW__)
@@ -176,7 +177,7 @@ void integer_matmul(const int16_t *x, const int8_t *w, int64_t M, int64_t N, int
 void linear(const float *x, const int8_t *w, const float *scales, int64_t M, int64_t N, int64_t K, float *y, void *scratch) {
     float *row_scales = scratch;
     int16_t *rows = (int16_t *)(row_scales + M);
-#pragma omp parallel if (N * K > SMALL)
+#pragma omp parallel if (N * K > SMALL || M * N * K > MANY)
     {
 #pragma omp for schedule(static)
         for (int64_t m = 0; m < M; m++) quantize_row(x + m * K, K, rows + m * K, row_scales + m);
@@ -225,7 +226,7 @@ int64_t experts(const float *x, const int8_t *gate_up, const float *gate_up_scal
     for (int64_t p = P; p-- > 0;) pairs[--starts[ids[p] + 1]] = p; /* now starts[e + 1] is where expert e begins */
 
     int64_t gate_blocks = (I + UNITS - 1) / UNITS, down_blocks = (H + UNITS - 1) / UNITS;
-#pragma omp parallel if (used * I * H > SMALL)
+#pragma omp parallel if (used * I * H > SMALL || P * I * H > MANY)
     {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < T; t++) quantize_row(x + t * H, H, rows + t * H, x_scales + t);
