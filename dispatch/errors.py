@@ -4,7 +4,8 @@ DispatchError
 ├── InputError            a caller's value is out of range (also a ValueError)
 ├── LoadError             a model is not what its checkpoint and its code say
 │   └── RepairError       a known transformers incompatibility could not be repaired
-├── BackendError         the machine cannot run the kernels that were asked for
+├── BackendError          the machine cannot run the kernels that were asked for
+├── EngineError           the exact engine does not know a model, which then runs on its own code
 ├── NonFiniteLogitsError  a model gave inf or NaN where a token was to be picked
 ├── CacheError            a key/value cache does not hold what it must
 └── DrafterError          a drafter broke its contract, or does not fit the target
@@ -29,6 +30,10 @@ class RepairError(LoadError):
 
 class BackendError(DispatchError):
     """The machine cannot run the kernels that were asked for."""
+
+
+class EngineError(DispatchError):
+    """The exact engine does not know a model: something in it is not a part of DeepSeek-MoE V1 or Llama."""
 
 
 class NonFiniteLogitsError(DispatchError):

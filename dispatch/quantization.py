@@ -42,20 +42,51 @@ def quantize(weight: Tensor, *, name: str = "weight") -> Int8Weight:
     at most half a scale (and the rounding of the fp32 division, 127 * 2**-24 of a scale). Channels of zeros stay exactly zero.
     Raises InputError, calling the tensor by `name`, for weights that are not floating point, empty, or not finite.
     """
-    if not weight.is_floating_point() or weight.dim() < 2 or weight.shape[-1] == 0:
-        raise InputError(f"{name} is {weight.dtype} {tuple(weight.shape)}, expected a float weight [..., N, K] with K >= 1")
-    exact = weight.detach().float()
+    exact = _checked(weight, name).float()
     largest = exact.abs().amax(-1)
-    if not bool(torch.isfinite(largest).all()):
-        index = tuple((~torch.isfinite(exact)).nonzero()[0].tolist())
-        raise InputError(
-            f"{name}{list(index)} is {float(exact[index])}, expected a finite weight: it would be spread over its channel"
-        )
     scales = (largest / WEIGHT_LIMIT).clamp_min(SMALLEST_SCALE)
     values = (exact / scales.unsqueeze(-1)).round_().to(torch.int8)
     return Int8Weight(values=values, scales=scales)
 
 
+def _checked(weight: Tensor, name: str) -> Tensor:
+    if not weight.is_floating_point() or weight.dim() < 2 or weight.shape[-1] == 0:
+        raise InputError(f"{name} is {weight.dtype} {tuple(weight.shape)}, expected a float weight [..., N, K] with K >= 1")
+    weight = weight.detach()
+    # in fp32, where a float64 may be inf
+    if not bool(torch.isfinite(weight.abs().amax(-1).float()).all()):
+        index = tuple((~torch.isfinite(weight.float())).nonzero()[0].tolist())
+        raise InputError(
+            f"{name}{list(index)} is {float(weight[index])}, expected a finite weight: it would be spread over its channel"
+        )
+    return weight
+
+
 def dequantize(weight: Int8Weight) -> Tensor:
     """The float32 weight [..., N, K] that the int8 one stands for."""
     return weight.values.float() * weight.scales.unsqueeze(-1)
+
+
+SPLIT_BASE = 255
+SPLIT_LIMIT = WEIGHT_LIMIT * SPLIT_BASE + WEIGHT_LIMIT
+"""32512: the largest number whose digits to the base 255 are both within WEIGHT_LIMIT."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitWeight:
+    """weight [N, K] = (255 * values[:N] + values[N:]) * scales[:, None]: int16 weights for kernels that multiply int8 ones."""
+
+    values: Tensor
+    scales: Tensor
+
+
+def quantize_split(weight: Tensor, *, name: str = "weight") -> SplitWeight:
+    """Rounds a float weight [N, K] to steps of max(|channel|) / 32512; for routers, which decide on small differences.
+
+    Errors as `quantize`.
+    """
+    exact = _checked(weight, name).double()
+    scales = (exact.abs().amax(-1) / SPLIT_LIMIT).float().clamp_min(SMALLEST_SCALE)
+    values = (exact / scales.double().unsqueeze(-1)).round_().clamp_(-SPLIT_LIMIT, SPLIT_LIMIT)
+    high = (values / SPLIT_BASE).round_()
+    return SplitWeight(values=torch.cat([high, values - SPLIT_BASE * high]).to(torch.int8), scales=scales)

@@ -1,19 +1,15 @@
 /* W8A16 with exact integer sums, as dispatch/kernels/reference.py defines it: the same bits, for int8 weights read once.
  *
  * Bounds. |weight| <= 127 and |row value| <= 32768, so a product is below 2^22 and an int32 holds 516 of them. Of a
- * CHUNK of 4096 each of the 8 lanes gets 512; then they are spread into int64, so sums of any K stay exact.
- * Build without fused multiply-add (-ffp-contract=off): it would change the last bits of the floats.
+ * CHUNK of 4096 each of the 8 lanes gets 512; then they are spread into int64, so sums of any K stay exact. The sum of a
+ * whole SHORT row fits int32.
  */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "exact.h"
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
-enum { CHUNK = 4096, ROWS = 4, PREFETCH = 3072, UNITS = 64, SMALL = 1 << 19, MANY = 1 << 22 };
-/* With fewer weights than SMALL and fewer products than MANY, waking the other threads takes longer than the work. */
-static const float ROW_LIMIT = 32639.0f, SMALLEST_SCALE = 0x1p-126f;
+enum { CHUNK = 4096, ROWS = 4, PREFETCH = 3072, UNITS = 64, SHORT = 512 };
 
 #if defined(__AVX512BW__)
 enum { WIDE = 32 };
@@ -25,6 +21,14 @@ static inline int64_t spread(vector lanes) {
                                                     _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(lanes, 1))));
 }
 static inline vector wide(const int8_t *w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)w)); }
+/* The sums of four vectors, each of which fits int32. */
+static inline __m128i fold(vector a, vector b, vector c, vector d) {
+    vector ab = add(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    vector cd = add(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    vector all = add(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
 static inline vector add_products(vector sum, vector w, const int16_t *x) {
 #ifdef __AVX512VNNI__
     return _mm512_dpwssd_epi32(sum, w, _mm512_loadu_si512(x));
@@ -45,6 +49,10 @@ static inline int64_t spread(vector lanes) {
            _mm256_extract_epi64(sum, 3);
 }
 static inline vector wide(const int8_t *w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w)); }
+static inline __m128i fold(vector a, vector b, vector c, vector d) {
+    vector all = _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+    return _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+}
 static inline vector add_products(vector sum, vector w, const int16_t *x) {
     return add(sum, _mm256_madd_epi16(w, _mm256_loadu_si256((const __m256i *)x)));
 }
@@ -84,8 +92,8 @@ static int64_t dot(const int8_t *w, const int16_t *x, int64_t K) {
 }
 
 /* One weight row [K] times ROWS activation rows: each weight is converted once. */
-static void dots(const int8_t *w, const int16_t *const *x, int64_t K, int64_t *sums) {
 #ifdef __AVX2__
+static void dots(const int8_t *w, const int16_t *const *x, int64_t K, int64_t *sums) {
     int64_t k = 0;
     for (int i = 0; i < ROWS; i++) sums[i] = 0;
     while (K - k >= WIDE) {
@@ -103,102 +111,120 @@ static void dots(const int8_t *w, const int16_t *const *x, int64_t K, int64_t *s
     }
     for (; k < K; k++)
         for (int i = 0; i < ROWS; i++) sums[i] += (int32_t)w[k] * x[i][k];
-#else
-    for (int i = 0; i < ROWS; i++) sums[i] = dot(w, x[i], K);
+}
 #endif
-}
 
-/* One weight row times `count` rows of x, which start `stride` apart or, given `at`, at row at[i] / top_k. */
-static void all_dots(const int8_t *w, const int16_t *x, int64_t K, const int64_t *at, int64_t top_k, int64_t count, int64_t *sums) {
-    int64_t i = 0;
-    for (; i + ROWS <= count; i += ROWS) {
-        const int16_t *rows[ROWS];
-        for (int j = 0; j < ROWS; j++) rows[j] = x + (at ? at[i + j] / top_k : i + j) * K;
-        dots(w, rows, K, sums + i);
+#ifdef __AVX2__
+/* Four SHORT weight rows times `count` activation rows (a constant where it is inlined): sums [count][ROWS]. */
+static inline __attribute__((always_inline)) void short_tile(const int8_t *w, const int16_t *const *x, int64_t K, int count,
+                                                             int64_t *sums) {
+    vector lanes[ROWS][ROWS];
+    int64_t k = 0;
+    for (int i = 0; i < count; i++)
+        for (int n = 0; n < ROWS; n++) lanes[i][n] = zeros();
+    for (; K - k >= WIDE; k += WIDE)
+        for (int n = 0; n < ROWS; n++) {
+            vector v = wide(w + n * K + k);
+            for (int i = 0; i < count; i++) lanes[i][n] = add_products(lanes[i][n], v, x[i] + k);
+        }
+    for (int i = 0; i < count; i++) {
+        _mm256_storeu_si256((__m256i *)(sums + i * ROWS),
+                            _mm256_cvtepi32_epi64(fold(lanes[i][0], lanes[i][1], lanes[i][2], lanes[i][3])));
+        for (int64_t rest = k; rest < K; rest++)
+            for (int n = 0; n < ROWS; n++) sums[i * ROWS + n] += (int32_t)w[n * K + rest] * x[i][rest];
     }
-    for (; i < count; i++) sums[i] = dot(w, x + (at ? at[i] / top_k : i) * K, K);
 }
+#endif
 
-static void quantize_row(const float *x, int64_t K, int16_t *values, float *scale) {
-    uint32_t largest = 0; /* as bits: so ordered, NaN above inf above every number, and none is lost */
-    for (int64_t k = 0; k < K; k++) {
-        uint32_t bits;
-        memcpy(&bits, x + k, 4);
-        bits &= 0x7fffffffu;
-        largest = bits > largest ? bits : largest;
-    }
-    float s;
-    memcpy(&s, &largest, 4);
-    if (largest >= 0x7f800000u) {
-        *scale = NAN;
-        memset(values, 0, (size_t)K * sizeof *values);
+/* `columns` weight rows (1, or ROWS of at most SHORT values) times `count` <= ROWS rows of x, which follow one another or,
+ * given `at`, are rows at[i] / top_k: sums [count][ROWS]. */
+static inline void tile(const int8_t *w, int64_t columns, const int16_t *x, int64_t K, const int64_t *at, int64_t top_k,
+                        int64_t count, int64_t *sums) {
+    const int16_t *rows[ROWS];
+    for (int64_t i = 0; i < count; i++) rows[i] = x + (at ? at[i] / top_k : i) * K;
+#ifdef __AVX2__
+    if (columns == ROWS) {
+        if (count == 1) short_tile(w, rows, K, 1, sums);
+        if (count == 2) short_tile(w, rows, K, 2, sums);
+        if (count == 3) short_tile(w, rows, K, 3, sums);
+        if (count == 4) short_tile(w, rows, K, 4, sums);
         return;
     }
-    s = s / ROW_LIMIT;
-    s = s < SMALLEST_SCALE ? SMALLEST_SCALE : s;
-    *scale = s;
-    /* below 2^22, adding and taking away 1.5 * 2^23 rounds half to even */
-    for (int64_t k = 0; k < K; k++) values[k] = (int16_t)(int32_t)((x[k] / s + 12582912.0f) - 12582912.0f);
+    if (count == ROWS) {
+        int64_t of_rows[ROWS];
+        dots(w, rows, K, of_rows);
+        for (int i = 0; i < ROWS; i++) sums[i * ROWS] = of_rows[i];
+        return;
+    }
+#endif
+    for (int64_t n = 0; n < columns; n++)
+        for (int64_t i = 0; i < count; i++) sums[i * ROWS + n] = dot(w + n * K, rows[i], K);
 }
 
-static inline float silu(float x) {
-    float t = -x;
-    t = t < -87.0f ? -87.0f : t > 88.0f ? 88.0f : t;
-    t = t == t ? t : 0.0f; /* the division below brings the NaN back */
-    float n = (t * 1.4426950408889634f + 12582912.0f) - 12582912.0f;
-    float r = (t - n * (355.0f / 512.0f)) - n * -2.1219444005469057e-4f;
-    float series = (float)(1.0 / 5040);
-    series = series * r + (float)(1.0 / 720);
-    series = series * r + (float)(1.0 / 120);
-    series = series * r + (float)(1.0 / 24);
-    series = series * r + (float)(1.0 / 6);
-    series = series * r + 0.5f;
-    series = series * r + 1.0f;
-    series = series * r + 1.0f;
-    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
-    float power;
-    memcpy(&power, &bits, 4);
-    return x / (1.0f + series * power);
-}
+/* Weight rows to take at once, with `left` of them to go. */
+static inline int64_t step(int64_t K, int64_t left) { return K <= SHORT && left >= ROWS ? ROWS : 1; }
 
 /* int64 sums [M, N] of int16 rows [M, K] and int8 values [N, K]. */
 void integer_matmul(const int16_t *x, const int8_t *w, int64_t M, int64_t N, int64_t K, int64_t *out) {
 #pragma omp parallel for schedule(static) if (N * K > SMALL)
-    for (int64_t n = 0; n < N; n++) {
-        for (int64_t m = 0; m < M; m += ROWS) {
-            int64_t sums[ROWS], count = M - m < ROWS ? M - m : ROWS;
-            all_dots(w + n * K, x + m * K, K, 0, 1, count, sums);
-            for (int64_t i = 0; i < count; i++) out[(m + i) * N + n] = sums[i];
+    for (int64_t block = 0; block < (N + ROWS - 1) / ROWS; block++) {
+        int64_t columns, end = (block + 1) * ROWS < N ? (block + 1) * ROWS : N;
+        for (int64_t n = block * ROWS; n < end; n += columns) {
+            columns = step(K, end - n);
+            for (int64_t m = 0; m < M; m += ROWS) {
+                int64_t sums[ROWS * ROWS], count = M - m < ROWS ? M - m : ROWS;
+                tile(w + n * K, columns, x + m * K, K, 0, 1, count, sums);
+                for (int64_t i = 0; i < count; i++)
+                    for (int64_t c = 0; c < columns; c++) out[(m + i) * N + n + c] = sums[i * ROWS + c];
+            }
         }
     }
 }
 
-/* y [M, N] of x [M, K]; scratch: M * K int16, then M floats. */
-void linear(const float *x, const int8_t *w, const float *scales, int64_t M, int64_t N, int64_t K, float *y, void *scratch) {
+/* y [M, N] of x [M, K]; parts 2: the channels' high digits, then the low ones, sum = 255 * high + low. */
+static inline __attribute__((always_inline)) void product(const float *x, const int8_t *w, const float *scales, int64_t parts,
+                                                          int64_t M, int64_t N, int64_t K, float *y, void *scratch) {
     float *row_scales = scratch;
     int16_t *rows = (int16_t *)(row_scales + M);
-#pragma omp parallel if (N * K > SMALL || M * N * K > MANY)
+#pragma omp parallel if (parts * N * K > SMALL || parts * M * N * K > MANY)
     {
 #pragma omp for schedule(static)
         for (int64_t m = 0; m < M; m++) quantize_row(x + m * K, K, rows + m * K, row_scales + m);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t block = 0; block < (N + UNITS - 1) / UNITS; block++) {
-            int64_t end = (block + 1) * UNITS < N ? (block + 1) * UNITS : N;
-            for (int64_t n = block * UNITS; n < end; n++)
+            int64_t columns, end = (block + 1) * UNITS < N ? (block + 1) * UNITS : N;
+            for (int64_t n = block * UNITS; n < end; n += columns) {
+                columns = step(K, end - n);
                 for (int64_t m = 0; m < M; m += ROWS) {
-                    int64_t sums[ROWS], count = M - m < ROWS ? M - m : ROWS;
-                    all_dots(w + n * K, rows + m * K, K, 0, 1, count, sums);
+                    int64_t sums[2 * ROWS * ROWS], count = M - m < ROWS ? M - m : ROWS;
+                    for (int64_t part = 0; part < parts; part++)
+                        tile(w + (part * N + n) * K, columns, rows + m * K, K, 0, 1, count, sums + part * ROWS * ROWS);
                     for (int64_t i = 0; i < count; i++)
-                        y[(m + i) * N + n] = (float)sums[i] * row_scales[m + i] * scales[n];
+                        for (int64_t c = 0; c < columns; c++) {
+                            int64_t sum = sums[i * ROWS + c];
+                            if (parts == 2) sum = 255 * sum + sums[(ROWS + i) * ROWS + c];
+                            y[(m + i) * N + n + c] = (float)sum * row_scales[m + i] * scales[n + c];
+                        }
                 }
+            }
         }
     }
+}
+
+/* y [M, N] of x [M, K] and int8 weights [N, K]; scratch: M floats, then M * K int16. */
+void linear(const float *x, const int8_t *w, const float *scales, int64_t M, int64_t N, int64_t K, float *y, void *scratch) {
+    product(x, w, scales, 1, M, N, K, y, scratch);
+}
+
+/* The same with int16 weights [2 N, K] in digits to the base 255. */
+void linear16(const float *x, const int8_t *w, const float *scales, int64_t M, int64_t N, int64_t K, float *y, void *scratch) {
+    product(x, w, scales, 2, M, N, K, y, scratch);
 }
 
 /* Bytes of scratch that `experts` needs. */
 int64_t experts_scratch(int64_t T, int64_t H, int64_t I, int64_t E, int64_t top_k) {
     int64_t P = T * top_k;
-    return 8 * (P + E + 1 + P) + 4 * (T + P + P * H + P * I) + 2 * (T * H + P * I);
+    return 8 * (P + E + 1 + P) + 4 * (T + P + P * H + 2 * P * I) + 2 * (T * H + P * I);
 }
 
 /* out [T, H] of x [T, H]; returns 0, or 1 + the first token whose ids are out of range or repeated. */
@@ -207,8 +233,8 @@ int64_t experts(const float *x, const int8_t *gate_up, const float *gate_up_scal
                 void *scratch) {
     int64_t P = T * top_k;
     int64_t *pairs = scratch, *starts = pairs + P, *active = starts + E + 1;
-    float *x_scales = (float *)(active + P), *h_scales = x_scales + T, *y = h_scales + P, *h = y + P * H;
-    int16_t *rows = (int16_t *)(h + P * I), *h_rows = rows + T * H;
+    float *x_scales = (float *)(active + P), *h_scales = x_scales + T, *y = h_scales + P, *h = y + P * H, *u = h + P * I;
+    int16_t *rows = (int16_t *)(u + P * I), *h_rows = rows + T * H;
 
     /* pairs (token, slot) sorted by expert, and the experts that have any */
     memset(starts, 0, (size_t)(E + 1) * sizeof *starts);
@@ -235,19 +261,25 @@ int64_t experts(const float *x, const int8_t *gate_up, const float *gate_up_scal
             int64_t e = active[item / gate_blocks], first = item % gate_blocks * UNITS;
             int64_t last = first + UNITS < I ? first + UNITS : I;
             int64_t start = starts[e + 1], end = e + 2 <= E ? starts[e + 2] : P;
-            for (int half = 0; half < 2; half++) /* a block of gate rows, then the same of up: each read in one run */
-                for (int64_t n = first; n < last; n++) {
+            int64_t columns;
+            for (int half = 0; half < 2; half++) { /* a block of gate rows, then the same of up: each read in one run */
+                float *to = half ? u : h;
+                for (int64_t n = first; n < last; n += columns) {
                     int64_t row = e * 2 * I + half * I + n;
+                    columns = step(H, last - n);
                     for (int64_t i = start; i < end; i += ROWS) {
-                        int64_t sums[ROWS], count = end - i < ROWS ? end - i : ROWS;
-                        all_dots(gate_up + row * H, rows, H, pairs + i, top_k, count, sums);
+                        int64_t sums[ROWS * ROWS], count = end - i < ROWS ? end - i : ROWS;
+                        tile(gate_up + row * H, columns, rows, H, pairs + i, top_k, count, sums);
                         for (int64_t j = 0; j < count; j++) {
-                            float value = (float)sums[j] * x_scales[pairs[i + j] / top_k] * gate_up_scales[row];
-                            float *cell = h + (i + j) * I + n;
-                            *cell = half ? *cell * value : silu(value);
+                            float scale = x_scales[pairs[i + j] / top_k];
+                            for (int64_t c = 0; c < columns; c++)
+                                to[(i + j) * I + n + c] = (float)sums[j * ROWS + c] * scale * gate_up_scales[row + c];
                         }
                     }
                 }
+            }
+            for (int64_t i = start; i < end; i++)
+                for (int64_t n = first; n < last; n++) h[i * I + n] = silu(h[i * I + n]) * u[i * I + n];
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < P; i++) quantize_row(h + i * I, I, h_rows + i * I, h_scales + i);
@@ -256,14 +288,17 @@ int64_t experts(const float *x, const int8_t *gate_up, const float *gate_up_scal
             int64_t e = active[item / down_blocks], first = item % down_blocks * UNITS;
             int64_t last = first + UNITS < H ? first + UNITS : H;
             int64_t start = starts[e + 1], end = e + 2 <= E ? starts[e + 2] : P;
-            for (int64_t n = first; n < last; n++) {
+            int64_t columns;
+            for (int64_t n = first; n < last; n += columns) {
                 int64_t row = e * H + n;
+                columns = step(I, last - n);
                 for (int64_t i = start; i < end; i += ROWS) {
-                    int64_t sums[ROWS], count = end - i < ROWS ? end - i : ROWS;
-                    all_dots(down + row * I, h_rows + i * I, I, 0, 1, count, sums);
+                    int64_t sums[ROWS * ROWS], count = end - i < ROWS ? end - i : ROWS;
+                    tile(down + row * I, columns, h_rows + i * I, I, 0, 1, count, sums);
                     for (int64_t j = 0; j < count; j++)
-                        y[pairs[i + j] * H + n] =
-                            (float)sums[j] * h_scales[i + j] * down_scales[row] * routing[pairs[i + j]];
+                        for (int64_t c = 0; c < columns; c++)
+                            y[pairs[i + j] * H + n + c] = (float)sums[j * ROWS + c] * h_scales[i + j] * down_scales[row + c] *
+                                                          routing[pairs[i + j]];
                 }
             }
         }

@@ -1,4 +1,4 @@
-"""The CPU backend: cpu.c, built once with the machine's C compiler, kept in a cache folder, and called through ctypes."""
+"""The CPU backend: cpu.c and decoder.c, built once with the machine's C compiler, kept in a cache folder, and called through ctypes."""
 
 import ctypes
 import hashlib
@@ -17,7 +17,8 @@ from dispatch.errors import BackendError
 from dispatch.kernels.reference import check_routing, check_rows
 from dispatch.quantization import Int8Weight
 
-SOURCE = Path(__file__).with_name("cpu.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "decoder.c")]
+HEADER = Path(__file__).with_name("exact.h")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-std=c11")
 
 
@@ -32,13 +33,16 @@ def library() -> ctypes.CDLL:
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
         openmp = _openmp()
-        parts = (SOURCE.read_text(), version, *FLAGS, openmp, platform.machine(), _cpu_flags())
+        texts = [path.read_text() for path in (*SOURCES, HEADER)]
+        parts = (*texts, version, *FLAGS, openmp, platform.machine(), _cpu_flags())
         path = folder / f"cpu-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as work:
-                made, built = Path(work, "cpu.o"), Path(work, "cpu.so")
-                for command in ([*FLAGS, "-c", str(SOURCE), "-o", str(made)], ["-shared", str(made), openmp, "-o", str(built)]):
+                objects = [str(Path(work, path.stem + ".o")) for path in SOURCES]
+                built = Path(work, "cpu.so")
+                commands = [[*FLAGS, "-c", str(path), "-o", made] for path, made in zip(SOURCES, objects, strict=True)]
+                for command in (*commands, ["-shared", *objects, openmp, "-o", str(built)]):
                     subprocess.run([compiler, *command], capture_output=True, text=True, check=True)
                 # other processes see the whole file or none
                 built.replace(path)
@@ -49,13 +53,21 @@ def library() -> ctypes.CDLL:
             f"the CPU backend could not be built with {compiler!r} into {folder}: {words.strip()}. Install a C compiler with "
             "OpenMP (gcc), name one in $CC, or use backend='reference', which gives the same bits slowly"
         ) from error
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     for name, arguments in (
         ("integer_matmul", [pointer] * 2 + [number] * 3 + [pointer]),
         ("linear", [pointer] * 3 + [number] * 3 + [pointer] * 2),
         ("experts", [pointer] * 7 + [number] * 5 + [pointer] * 2),
         ("experts_scratch", [number] * 5),
         ("read_once", [pointer, number]),
+        ("linear16", [pointer] * 3 + [number] * 3 + [pointer] * 2),
+        ("float_linear", [pointer] * 2 + [number] * 4 + [pointer]),
+        ("rms_norm", [pointer] * 2 + [real] + [number] * 2 + [pointer]),
+        ("rotate_and_store", [pointer] * 4 + [number] * 6 + [pointer] * 3),
+        ("attention", [pointer] * 4 + [number] * 6 + [real, pointer]),
+        ("route", [pointer] + [number] * 4 + [pointer] * 2),
+        ("float_experts_scratch", [number] * 4),
+        ("float_experts", [pointer] * 5 + [number] * 5 + [pointer] * 2),
     ):
         function = getattr(loaded, name)
         function.argtypes = arguments

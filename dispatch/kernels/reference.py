@@ -57,19 +57,23 @@ def _linear(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     return integer_matmul(rows, values).float() * row_scales.unsqueeze(-1) * scales
 
 
-def silu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)) in fp32, by additions, multiplications and one division: the same bits on every machine.
+def exp(t: Tensor) -> Tensor:
+    """exp(t) in fp32 by additions and multiplications: the same bits on every machine; t is moved into [-87, 88], NaN to 0.
 
-    exp(t) = 2**n * exp(r), n = round(t / ln 2); below -88 the result is off by less than 1e-36.
+    exp(t) = 2**n * exp(r), n = round(t / ln 2).
     """
-    t = (-x).clamp(-87.0, 88.0)
+    t = t.clamp(-87.0, 88.0).nan_to_num(0.0)
     n = (t * LOG2_E).round()
     r = (t - n * LN_2_HIGH) - n * LN_2_LOW
     series = torch.full_like(r, TAYLOR[0])
     for coefficient in TAYLOR[1:]:
         series = series * r + coefficient
-    power = ((n.nan_to_num(0.0).int() + 127) << 23).view(torch.float32)
-    return x / (1.0 + series * power)
+    return series * ((n.int() + 127) << 23).view(torch.float32)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)) in fp32; below -88 the result is off by less than 1e-36."""
+    return x / (1.0 + exp(-x))
 
 
 def experts(x: Tensor, gate_up: Int8Weight, down: Int8Weight, ids: Tensor, weights: Tensor) -> Tensor:
