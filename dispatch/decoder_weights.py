@@ -20,7 +20,7 @@ Weight = Int8Weight | Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Experts:
-    """SwiGLU blocks: gate_up [E, 2 * I, H], the gate's channels before those of up, and down [E, H, I]. A dense one has E = 1."""
+    """SwiGLU blocks: gate_up [E, 2 * I, H], the gate's channels before those of up, and down [E, H, I]. E = 1 if dense."""
 
     gate_up: Weight
     down: Weight
@@ -84,17 +84,18 @@ def decoder_weights(model: Any, *, context_limit: int) -> DecoderWeights:
     config, body = model.config, getattr(model, "model", None)
     wanted = ("embed_tokens", "layers", "norm")
     if body is None or not all(hasattr(body, name) for name in wanted) or not hasattr(model, "lm_head"):
-        raise EngineError(f"{type(model).__name__} has no model.{', model.'.join(wanted)} and lm_head: not a decoder known here")
+        raise EngineError(
+            f"{type(model).__name__} has no model.{', model.'.join(wanted)} and lm_head: not a decoder known here"
+        )
     _check_config(config)
     taken: set[str] = set()
     parts = _Parts(model, taken)
     layers = tuple(_layer(parts, index, layer, config) for index, layer in enumerate(body.layers))
-    attention = body.layers[0].self_attn
     heads, kv_heads, head_size = _heads(config)
     eps = {_eps(name, module) for name, module in model.named_modules() if _is_norm(module)}
     if len(eps) != 1:
         raise EngineError(f"{type(model).__name__} has norms with eps {sorted(eps)}, expected one value for all")
-    cos, sin = _rotary(getattr(attention, "rotary_emb", None) or getattr(body, "rotary_emb", None), head_size, context_limit)
+    cos, sin = _rotary(model, head_size, context_limit)
     found = DecoderWeights(
         embedding=parts.vector("model.embed_tokens"),
         layers=layers,
@@ -130,7 +131,9 @@ class _Parts:
         modules = [self.model.get_submodule(name) for name in names]
         kinds = {type(module) for module in modules}
         if len(kinds) > 1 or not kinds <= {nn.Linear, Int8Linear}:
-            raise EngineError(f"{names[0]} is a {', '.join(kind.__name__ for kind in kinds)}, expected linear layers of one kind")
+            raise EngineError(
+                f"{names[0]} is a {', '.join(kind.__name__ for kind in kinds)}, expected linear layers of one kind"
+            )
         bias = [module.bias.detach() for module in modules if module.bias is not None]
         if len(bias) not in (0, len(modules)):
             raise EngineError(f"of {', '.join(names)} only {len(bias)} have a bias, expected all or none")
@@ -159,7 +162,9 @@ class _Parts:
         """The routed experts of a layer."""
         module = self.model.get_submodule(name).experts
         if isinstance(module, Int8Experts):
-            self._taken.update(f"{name}.experts.{stack}_{part}" for stack in ("gate_up", "down") for part in ("values", "scales"))
+            self._taken.update(
+                f"{name}.experts.{stack}_{part}" for stack in ("gate_up", "down") for part in ("values", "scales")
+            )
             stacks = (
                 Int8Weight(values=module.gate_up_values, scales=module.gate_up_scales),
                 Int8Weight(values=module.down_values, scales=module.down_scales),
@@ -215,7 +220,7 @@ def _joined(modules: list[Any], name: str) -> Tensor:
         only: Tensor = parts[0].detach()
         return only.contiguous()
     joined = torch.cat([part.detach() for part in parts])
-    for module, part in zip(modules, joined.split([len(part) for part in parts]), strict=True):
+    for module, part in zip(modules, torch.split(joined, [len(part) for part in parts]), strict=True):
         if isinstance(getattr(module, name), nn.Parameter):
             getattr(module, name).data = part
         else:
@@ -255,10 +260,15 @@ def _eps(name: str, module: Any) -> float:
     return eps
 
 
-def _rotary(module: Any, head_size: int, context_limit: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [context_limit, D / 2] in fp32, checked against what the module gives in its own precision."""
-    if module is None:
-        raise EngineError("there is no rotary_emb in the model or in its attention, expected rotary positions")
+def _rotary(model: nn.Module, head_size: int, context_limit: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [context_limit, D / 2] in fp32, checked against what the model's module gives in its own precision."""
+    found: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "inv_freq")}
+    if not found:
+        raise EngineError(f"no module of {type(model).__name__} has an inv_freq, expected rotary positions")
+    first, module = next(iter(found.items()))
+    for name, other in found.items():
+        if not torch.equal(other.inv_freq, module.inv_freq):
+            raise EngineError(f"{name} has another inv_freq than {first}, expected the same in every layer")
     frequencies = module.inv_freq.float()
     device, positions = frequencies.device, torch.arange(context_limit, device=frequencies.device)
     probe = torch.zeros(1, 1, 1, head_size, device=device)

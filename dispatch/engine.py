@@ -1,8 +1,8 @@
 """The exact form of Target: a functional forward in which a row's bits do not depend on how many rows go with it.
 
-Row i of a forward over n tokens is, bit for bit, the row that a forward over that token alone computes at the same place, for any
-n, at any cache length, for a prompt in chunks too. Every step is either a sum of exact integers or one fixed sequence of fp32
-operations a row (`kernels.reference`, `kernels.decoder_reference`); embeddings, residual sums and biases are elementwise.
+Row i of a forward over n tokens is, bit for bit, the row that a forward over that token alone computes at the same place, for
+any n, at any cache length, for a prompt in chunks too. Every step is either a sum of exact integers or one fixed sequence of
+fp32 operations a row (`kernels.reference`, `kernels.decoder_reference`); embeddings, residual sums and biases are elementwise.
 """
 
 import importlib
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from dispatch.decoder_weights import DecoderWeights, Experts, Layer, Weight
 from dispatch.errors import CacheError
-from dispatch.kernels.decoder_reference import KEYS
+from dispatch.kernels import cpu, decoder_cpu, decoder_reference, reference
 from dispatch.moe import kernels
 from dispatch.quantization import Int8Weight, SplitWeight
 
-_DECODER_KERNELS = {"cpu": "decoder_cpu", "reference": "decoder_reference", "grouped_gemm": "decoder_triton"}
+KEYS = decoder_reference.KEYS
 
 
 class Engine:
@@ -30,8 +30,7 @@ class Engine:
         self.context_limit = len(weights.cos) if context_limit is None else min(context_limit, len(weights.cos))
         device, self._dtype = weights.embedding.device, weights.embedding.dtype
         self._int8 = kernels(backend, device.type)
-        name = self._int8.__name__.rpartition(".")[2]
-        self._rows: ModuleType = importlib.import_module(f"dispatch.kernels.{_DECODER_KERNELS[name]}")
+        self._rows = _row_kernels(self._int8)
         blocks, size = -(-self.context_limit // KEYS), weights.head_size
         # zeros, so that no program of a kernel can meet NaN in a place that it multiplies by nothing
         self._keys, self._values = (
@@ -39,6 +38,9 @@ class Engine:
             for shape in ((size, KEYS), (KEYS, size))
         )
         self._start = torch.zeros(1, dtype=torch.int64, device=device)
+        # the routing of a dense block: every row to expert 0, with weight 1
+        self._all_to_one = torch.zeros(self.context_limit, 1, dtype=torch.int64, device=device)
+        self._by_one = torch.ones(self.context_limit, 1, device=device)
         self.reset()
 
     @property
@@ -93,8 +95,7 @@ class Engine:
             ids, routing = self._rows.route(self._scores(x, layer.router), layer.top_k, normalize=layer.normalize)
             parts.append(self._experts(x, layer.experts, ids, routing))
         if layer.dense is not None:
-            ids = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
-            parts.append(self._experts(x, layer.dense, ids, torch.ones(len(x), 1, device=x.device)))
+            parts.append(self._experts(x, layer.dense, self._all_to_one[: len(x)], self._by_one[: len(x)]))
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def _scores(self, x: Tensor, router: SplitWeight | Tensor) -> Tensor:
@@ -112,3 +113,10 @@ class Engine:
     def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         y: Tensor = (self._int8.linear if isinstance(weight, Int8Weight) else self._rows.float_linear)(x, weight)
         return y if bias is None else (y.float() + bias).to(y.dtype)
+
+
+def _row_kernels(int8: ModuleType) -> ModuleType:
+    """What goes with a backend of int8 products."""
+    if int8 in (cpu, reference):
+        return decoder_cpu if int8 is cpu else decoder_reference
+    return importlib.import_module("dispatch.kernels.decoder_triton")

@@ -1,4 +1,4 @@
-"""The CPU backend: cpu.c and decoder.c, built once with the machine's C compiler, kept in a cache folder, and called through ctypes."""
+"""The CPU backend: cpu.c and decoder.c, built once with the machine's C compiler, kept in a cache folder, called by ctypes."""
 
 import ctypes
 import hashlib

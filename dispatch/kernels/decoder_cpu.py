@@ -29,9 +29,7 @@ def float_linear(x: Tensor, weight: Tensor) -> Tensor:
     check_rows(x, weight.shape[1])
     rows = x.float().contiguous()
     out = torch.empty(len(rows), len(weight))
-    cpu.library().float_linear(
-        rows.data_ptr(), weight.data_ptr(), _half(weight), len(rows), *weight.shape, out.data_ptr()
-    )
+    cpu.library().float_linear(rows.data_ptr(), weight.data_ptr(), _half(weight), len(rows), *weight.shape, out.data_ptr())
     return out.to(x.dtype)
 
 

@@ -1,7 +1,7 @@
 """What a decoder layer does beside int8 products, in plain torch on any device. `decoder_cpu` must give the same bits.
 
-Every function works on rows [T, ..]; a row's result comes from that row, its position and the keys before it by one fixed sequence
-of fp32 operations, so that it does not depend on the rows that go with it. Results have the dtype of the rows.
+Every function works on rows [T, ..]; a row's result comes from that row, its position and the keys before it by one fixed
+sequence of fp32 operations, so that it does not depend on the rows that go with it. Results have the dtype of the rows.
 
 - sums over a row of weights: SUMS running sums, of which the upper half is added to the lower until one is left
 - mean square: the row in whole steps of a power of two, below 2**22, whose squares add up exactly in integers
@@ -57,14 +57,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     step, per_step = ((e << 23).view(torch.float32) for e in (exponent, 254 - exponent))
     values = (rows * per_step).round().nan_to_num(0.0).long()
     mean = (values * values).sum(-1, keepdim=True).float() / rows.shape[1] * step * step
-    factor = (1.0 / (mean + eps).sqrt()).where(bits < 0x7F800000, torch.nan)
+    # torch's fp32 root is not rounded correctly on every machine; that of float64 is far more than right for fp32
+    root = (mean + eps).double().sqrt().float()
+    factor = (1.0 / root).where(bits < 0x7F800000, torch.nan)
     return (rows * factor * weight.float()).to(x.dtype)
 
 
 def rotate_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, start: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Turns q and k of qkv [T, (heads + 2 kv_heads) * D] to positions from start [1] on (arXiv:2104.09864); returns q [T, heads, D].
+    """Turns q and k of qkv [T, (heads + 2 kv_heads) * D] to positions from start [1] on (arXiv:2104.09864).
 
-    Writes k and v into the caches. cos and sin [positions, D / 2] in fp32; a pair is the elements d and d + D / 2.
+    Returns q [T, heads, D], writes k and v into the caches. cos and sin [positions, D / 2] in fp32; a pair is the elements
+    d and d + D / 2.
     """
     kv_heads, _, head, _ = keys.shape
     rows = qkv.view(len(qkv), -1, head)

@@ -27,8 +27,22 @@ MAY_KNOW = {
     "kernels.reference": {"errors", "quantization"},
     "kernels.cpu": {"errors", "quantization", "kernels.reference"},
     "kernels.grouped_gemm": {"errors", "quantization", "kernels.reference"},
-    "kernels.machine_code": {"errors", "quantization", "kernels.grouped_gemm"},
+    "kernels.decoder_reference": {"quantization", "kernels.reference"},
+    "kernels.decoder_cpu": {"errors", "quantization", "kernels.reference", "kernels.cpu"},
+    "kernels.decoder_triton": {
+        "errors",
+        "quantization",
+        "kernels.reference",
+        "kernels.grouped_gemm",
+        "kernels.decoder_reference",
+    },
+    "kernels.machine_code": {"errors", "quantization", "kernels.grouped_gemm", "kernels.decoder_triton"},
     "moe": {"errors", "quantization", "kernels.reference", "kernels.cpu", "kernels.grouped_gemm"},
+    "decoder_weights": {"errors", "moe", "quantization"},
+    "engine": {
+        *("errors", "decoder_weights", "moe", "quantization"),
+        *("kernels.reference", "kernels.cpu", "kernels.decoder_reference", "kernels.decoder_cpu", "kernels.decoder_triton"),
+    },
     "int8_checkpoint": {"errors", "moe"},
     "loading": {"errors", "int8_checkpoint", "repairs", "targets"},
     "decoding": {"errors"},
@@ -43,7 +57,7 @@ THIRD_PARTY = {
     "safetensors": {"int8_checkpoint", "loading"},
     "huggingface_hub": {"int8_checkpoint", "loading"},
     "tqdm": {"int8_checkpoint"},
-    "triton": {"kernels.grouped_gemm", "kernels.machine_code"},
+    "triton": {"kernels.grouped_gemm", "kernels.decoder_triton", "kernels.machine_code"},
 }
 
 
