@@ -38,20 +38,20 @@ def pick(logits: Tensor) -> list[int]:
 
     Raises NonFiniteLogitsError if any row holds inf or NaN: torch's argmax of a row of NaN is 0, a token like any other.
     """
-    vocab = logits.shape[-1]
-    ids = torch.arange(vocab, device=logits.device)
-    best = torch.where(logits == logits.amax(-1, keepdim=True), ids, vocab).amin(-1)
-    # one copy to the host for both answers
-    finite = torch.isfinite(logits).all(-1)
-    rows: list[int] = torch.where(finite, best, -1).tolist()
-    if -1 in rows:
-        row = rows.index(-1)
-        bad = (~torch.isfinite(logits[row])).nonzero().flatten()
-        raise NonFiniteLogitsError(
-            f"logits row {row} of {len(rows)} has {len(bad)} non-finite of {vocab} values, the first at id {int(bad[0])}: "
-            f"{float(logits[row, bad[0]])}. No token can be picked from it; look for overflow or broken weights in the model"
-        )
-    return rows
+    # a sum is finite only if all it adds up is; one copy to the host for both answers
+    best = logits.argmax(-1)
+    rows: list[int] = torch.where(logits.sum(-1).isfinite(), best, -1).tolist()
+    if -1 not in rows:
+        return rows
+    for row, values in enumerate(logits):
+        bad = (~torch.isfinite(values)).nonzero().flatten()
+        if len(bad):
+            raise NonFiniteLogitsError(
+                f"logits row {row} of {len(rows)} has {len(bad)} non-finite of {len(values)} values, the first at id "
+                f"{int(bad[0])}: {float(values[bad[0]])}. No token can be picked from it; look for overflow or broken weights"
+            )
+    # large numbers, of which only the sum overflows
+    return [int(token) for token in best]
 
 
 def check_prompt(prompt: Sequence[int], max_new_tokens: int, vocab_size: int, context_limit: int) -> None:

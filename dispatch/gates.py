@@ -68,17 +68,18 @@ class Difference:
             lines.append(
                 f"  the target's top two there: {first} at {high:.6g}, {second} at {low:.6g}, gap {self.top_two.gap:.3g}"
             )
-            if self.found == second:
-                lines.append(
-                    "  the speculative path took the runner-up: if the gap is within rounding, forwards of different width "
-                    "have decided a near tie differently; if not, the model saw another context"
-                )
-            else:
-                lines.append(
-                    "  that is not even the runner-up: the model saw another context (look at accept, rollback, cache), or, "
-                    "below float32, a near tie between experts in a router went the other way"
-                )
         return "\n".join(lines)
+
+
+EXACT_HINT = (
+    "  the exact engine gives a row the same bits in any company, so no rounding explains this: look at accept in "
+    "dispatch/speculative.py, rollback in dispatch/engine.py, and run tests/unit/test_engine.py"
+)
+OWN_CODE_HINT = (
+    "  the model ran by its own code, whose forwards of different width round differently, and there is no referee for it: if "
+    "the gap is within rounding this may be a near tie; if not, the model saw another context (accept, rollback, cache)"
+)
+"""What to say below a difference: by the exact engine, and of a model that it does not know."""
 
 
 def first_difference(baseline: Result, candidate: Result, to_text: Callable[[Sequence[int]], str]) -> Difference | None:

@@ -45,5 +45,14 @@ def table(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
+def near_ties(cells: Sequence[Cell]) -> list[str]:
+    """One line that counts near ties, whenever a cell was run where there can be any (numerics "fast")."""
+    fast = [cell for cell in cells if cell["numerics"] == "fast"]
+    if not fast:
+        return []
+    count, where = sum(cell["near_ties"] for cell in fast), sum(cell["near_ties"] > 0 for cell in fast)
+    return [f"near ties in numerics=fast: {count}, in {where} of {len(fast)} cells; a matched prompt has none"]
+
+
 def _ratio(part: float, whole: float, form: str) -> str:
     return form.format(part / whole) if whole else "-"

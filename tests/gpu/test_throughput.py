@@ -12,7 +12,7 @@ from dispatch.prompts import PROMPTS
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_baseline_throughput(target_name, prompt, target, baseline, decode_baseline, benchmark, request):
     rounds = request.config.getoption("--rounds")
-    result = benchmark.pedantic(decode_baseline, args=(prompt, False), rounds=rounds, warmup_rounds=1)
+    result = benchmark.pedantic(decode_baseline, args=(prompt, True), rounds=rounds, warmup_rounds=1)
     benchmark.extra_info.update(prompt=prompt, drafter="none", tokens=len(result.tokens))
     assert result.tokens == baseline(prompt).tokens, "plain greedy decoding gave other tokens the second time"
 
@@ -32,7 +32,7 @@ def test_throughput(
 
     def decode_baseline_first():
         started = time.perf_counter()
-        decode_baseline(prompt, False)
+        decode_baseline(prompt, True)
         baseline_seconds.append(time.perf_counter() - started)
         return (prompt, drafter, k), {}
 

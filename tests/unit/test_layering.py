@@ -50,6 +50,9 @@ MAY_KNOW = {
     "drafters": {"decoding", "errors"},
     "speculative": {"decoding", "drafters", "errors", "results"},
     "gates": {"errors", "results"},
+    "precise": {"decoder_weights", "quantization"},
+    "referee": {"gates", "results"},
+    "runner": {"errors", "decoder_weights", "decoding", "engine", "loading", "oracle", "precise"},
 }
 # Who may import which other package; torch may be imported everywhere.
 THIRD_PARTY = {

@@ -5,7 +5,7 @@ import torch
 
 from dispatch.errors import CacheError, InputError, NonFiniteLogitsError
 from dispatch.loading import load_target
-from dispatch.oracle import decode_greedy
+from dispatch.oracle import StockModel, decode_greedy
 from dispatch.prompts import PROMPTS
 from dispatch.targets import TARGETS
 
@@ -16,8 +16,9 @@ def tiny():
 
 
 def decode(tiny, prompt, **changes):
-    settings = {"max_new_tokens": 24, "context_limit": tiny.context_limit, "eos_ids": tiny.eos_ids, **changes}
-    return decode_greedy(tiny.model, prompt, **settings)
+    of = {"context_limit": tiny.context_limit, **{k: changes.pop(k) for k in ("context_limit", "use_cache") if k in changes}}
+    settings = {"max_new_tokens": 24, "eos_ids": tiny.eos_ids, **changes}
+    return decode_greedy(StockModel(tiny.model, **of), prompt, **settings)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
