@@ -166,7 +166,7 @@ static inline int64_t step(int64_t K, int64_t left) { return K <= SHORT && left 
 
 /* int64 sums [M, N] of int16 rows [M, K] and int8 values [N, K]. */
 void integer_matmul(const int16_t *x, const int8_t *w, int64_t M, int64_t N, int64_t K, int64_t *out) {
-#pragma omp parallel for schedule(static) if (N * K > SMALL)
+#pragma omp parallel for schedule(static) if (M * N * K > MANY)
     for (int64_t block = 0; block < (N + ROWS - 1) / ROWS; block++) {
         int64_t columns, end = (block + 1) * ROWS < N ? (block + 1) * ROWS : N;
         for (int64_t n = block * ROWS; n < end; n += columns) {
@@ -186,7 +186,7 @@ static inline __attribute__((always_inline)) void product(const float *x, const 
                                                           int64_t M, int64_t N, int64_t K, float *y, void *scratch) {
     float *row_scales = scratch;
     int16_t *rows = (int16_t *)(row_scales + M);
-#pragma omp parallel if (parts * N * K > SMALL || parts * M * N * K > MANY)
+#pragma omp parallel if (parts * M * N * K > MANY)
     {
 #pragma omp for schedule(static)
         for (int64_t m = 0; m < M; m++) quantize_row(x + m * K, K, rows + m * K, row_scales + m);
@@ -252,7 +252,7 @@ int64_t experts(const float *x, const int8_t *gate_up, const float *gate_up_scal
     for (int64_t p = P; p-- > 0;) pairs[--starts[ids[p] + 1]] = p; /* now starts[e + 1] is where expert e begins */
 
     int64_t gate_blocks = (I + UNITS - 1) / UNITS, down_blocks = (H + UNITS - 1) / UNITS;
-#pragma omp parallel if (used * I * H > SMALL || P * I * H > MANY)
+#pragma omp parallel if (P * I * H > MANY)
     {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < T; t++) quantize_row(x + t * H, H, rows + t * H, x_scales + t);

@@ -6,7 +6,13 @@
 #include "exact.h"
 #include <stddef.h>
 
-enum { LANES = 16, PARTS = 4, SUMS = LANES * PARTS, KEYS = 64, ROWS = 4 };
+/* a vector is what one register holds: wider ones go through memory */
+#ifdef __AVX512F__
+enum { LANES = 16 };
+#else
+enum { LANES = 8 };
+#endif
+enum { SUMS = 64, PARTS = SUMS / LANES, KEYS = 64, ROWS = 4 };
 typedef float vector __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
@@ -72,7 +78,7 @@ static inline __attribute__((always_inline)) void columns(const float *x, const 
 
 /* y [M, N] of x [M, K] and w [N, K]. */
 void float_linear(const float *x, const void *w, int64_t half, int64_t M, int64_t N, int64_t K, float *y) {
-#pragma omp parallel for schedule(static) if (M * N * K > SMALL)
+#pragma omp parallel for schedule(static) if (M * N * K > MANY)
     for (int64_t block = 0; block < (N + 15) / 16; block++) {
         int64_t last = block * 16 + 16 < N ? block * 16 + 16 : N;
         if (half)
@@ -84,7 +90,7 @@ void float_linear(const float *x, const void *w, int64_t half, int64_t M, int64_
 
 /* out [M, H] of x [M, H] and weight [H]. */
 void rms_norm(const float *x, const float *weight, float eps, int64_t M, int64_t H, float *out) {
-#pragma omp parallel for schedule(static) if (M * H > SMALL)
+#pragma omp parallel for schedule(static) if (M * H > MANY)
     for (int64_t m = 0; m < M; m++) {
         const float *row = x + m * H;
         uint32_t largest = largest_bits(row, H);
@@ -174,7 +180,7 @@ static inline __attribute__((always_inline)) void attend(const float *q, const v
 void attention(const float *q, const void *keys, const void *values, const int64_t *start, int64_t half, int64_t T, int64_t heads,
                int64_t kv_heads, int64_t D, int64_t blocks, float scale, float *out) {
     int64_t size = blocks * KEYS * D;
-#pragma omp parallel for schedule(dynamic, 1) if (T * heads * (*start + T) * D > SMALL)
+#pragma omp parallel for schedule(dynamic, 1) if (4 * T * heads * (*start + T) * D > MANY)
     for (int64_t i = 0; i < T * heads; i++) {
         int64_t first = i % heads / (heads / kv_heads) * size, length = *start + i / heads + 1;
         const float *row = q + i * D;
@@ -184,8 +190,10 @@ void attention(const float *q, const void *keys, const void *values, const int64
             attend(row, keys, values, first, length, 128, scale, 1, to);
         else if (D == 128)
             attend(row, keys, values, first, length, 128, scale, 0, to);
+        else if (D == 32 && half)
+            attend(row, keys, values, first, length, 32, scale, 1, to);
         else if (D == 32)
-            attend(row, keys, values, first, length, 32, scale, (int)half, to);
+            attend(row, keys, values, first, length, 32, scale, 0, to);
         else
             attend(row, keys, values, first, length, D, scale, (int)half, to);
     }
@@ -223,7 +231,7 @@ void float_experts(const float *x, const void *gate_up, const void *down, const 
                    int64_t T, int64_t H, int64_t I, int64_t top_k, float *out, float *scratch) {
     int64_t P = T * top_k, each = half ? 2 : 4;
     float *both = scratch, *h = both + P * 2 * I, *y = h + P * I;
-#pragma omp parallel if (P * I * H > SMALL)
+#pragma omp parallel if (P * I * H > MANY)
     {
         /* a pair alone: its weights may be read again for another row with the same expert */
 #pragma omp for schedule(dynamic, 1)

@@ -7,8 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* With less work than SMALL weights and MANY products, waking the other threads takes longer than the work. */
-enum { SMALL = 1 << 19, MANY = 1 << 22 };
+/* With fewer products than that, waking the other threads takes longer than the work. */
+enum { MANY = 1 << 17 };
 static const float ROW_LIMIT = 32639.0f, SMALLEST_SCALE = 0x1p-126f;
 /* below 2^22, adding and taking away 1.5 * 2^23 rounds half to even */
 static const float ROUNDER = 12582912.0f;
