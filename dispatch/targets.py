@@ -53,7 +53,13 @@ class ModelSpec:
 
 
 def _in_all_weights(spec: ModelSpec) -> list[ModelSpec]:
-    return [spec, *(replace(spec, name=f"{spec.name}-{weights}", weights=weights) for weights in WEIGHTS[1:])]
+    draft = spec.draft and replace(spec.draft, weights=_of_draft("int8-all"))
+    return [spec, *(replace(spec, name=f"{spec.name}-{weights}", weights=weights, draft=draft) for weights in WEIGHTS[1:])]
+
+
+def _of_draft(weights: str) -> str:
+    """An int8 target is drafted for in int8: what a draft gets wrong costs speed only, and it is dense."""
+    return "original" if weights == "original" else "int8-all"
 
 
 TARGETS: dict[str, ModelSpec] = {
@@ -90,7 +96,8 @@ TARGETS: dict[str, ModelSpec] = {
 def target_spec(text: str, *, remote_code: bool = False, draft: str | None = None, weights: str = "original") -> ModelSpec:
     """The spec for a name in TARGETS, a folder, or org/name@commit; raises InputError for anything else.
 
-    remote_code, draft and weights apply to folders and hub ids; a named target says for itself.
+    remote_code, draft and weights apply to folders and hub ids; a named target says for itself. A draft is in int8-all where
+    the target is in int8.
     """
     if text in TARGETS:
         return TARGETS[text]
@@ -107,5 +114,5 @@ def target_spec(text: str, *, remote_code: bool = False, draft: str | None = Non
         remote_code=remote_code,
         weights=weights,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
-        draft=target_spec(draft) if draft else None,
+        draft=target_spec(draft, weights=_of_draft(weights)) if draft else None,
     )

@@ -258,7 +258,13 @@ def test_target_specs(folder):
 def test_target_specs_in_int8(folder):
     local = target_spec(str(folder), weights="int8-all", draft=str(folder))
     assert (local.weights, local.int8_layers) == ("int8-all", "all")
-    assert local.draft.weights == "original"
+    assert local.draft.weights == "int8-all"
+    assert target_spec(str(folder), draft=str(folder)).draft.weights == "original"
+    assert {name: spec.draft.weights for name, spec in TARGETS.items() if name.startswith("tiny")} == {
+        "tiny": "original",
+        "tiny-int8-experts": "int8-all",
+        "tiny-int8-all": "int8-all",
+    }
     hub = target_spec("org/name@" + "0123456789" * 4, weights="int8-experts")
     assert (hub.weights, hub.int8_layers) == ("int8-experts", "experts")
     # a named target says for itself
