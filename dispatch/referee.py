@@ -93,8 +93,9 @@ def rule(
     sequence = [*prompt, *candidate.tokens]
     scores = precise(sequence[:-1])
     best = scores.topk(min(BEST, scores.shape[1]), -1)
-    noise = max(_noise(scores, forward(sequence[:-1]).to(scores), best.indices) for forward in forwards)
-    band = MARGIN * noise
+    # stacked, so that NaN stays NaN
+    noise = torch.stack([_noise(scores, forward(sequence[:-1]).to(scores), best.indices) for forward in forwards])
+    band = MARGIN * float(noise.max())
     of_tokens = scores[len(prompt) - 1 :]
     tokens = torch.tensor(candidate.tokens, device=scores.device)
     gaps = (of_tokens.amax(-1) - of_tokens.gather(-1, tokens[:, None])[:, 0]).tolist()
@@ -135,7 +136,7 @@ def rule(
     )
 
 
-def _noise(scores: Tensor, found: Tensor, best: Tensor) -> float:
+def _noise(scores: Tensor, found: Tensor, best: Tensor) -> Tensor:
     """The largest spread over positions: how far a forward moves one of the best tokens against another."""
     errors = found.gather(-1, best) - scores.gather(-1, best)
-    return float((errors.amax(-1) - errors.amin(-1)).max())
+    return (errors.amax(-1) - errors.amin(-1)).max()
