@@ -187,7 +187,7 @@ def test_models_it_does_not_know_run_by_their_own_code(monkeypatch):
         runner.precise([1, 2])
 
 
-def test_models_that_the_engine_reads_otherwise_run_by_their_own_code(monkeypatch):
+def test_models_that_the_engine_reads_otherwise_are_refused(monkeypatch):
     made = loaded("tiny-draft")
     forward = made.model.forward
 
@@ -198,9 +198,11 @@ def test_models_that_the_engine_reads_otherwise_run_by_their_own_code(monkeypatc
 
     scaled.__wrapped__ = forward
     monkeypatch.setattr(made.model, "forward", scaled)
-    runner = make_runner(made, "exact")
-    assert not runner.exact
-    assert "its logits are off those of its own code by" in str(runner)
+    with pytest.raises(EngineError, match="tiny-draft: the engine's logits are off those of the model's own code by .*fast"):
+        make_runner(made, "exact")
+    runner = make_runner(made, "fast")
+    assert (runner.exact, runner.weights) == (False, None)
+    assert "the engine's logits are off" in str(runner)
 
 
 def test_precisions_it_does_not_know(monkeypatch):
