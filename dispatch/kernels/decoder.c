@@ -155,22 +155,33 @@ static inline __attribute__((always_inline)) void attend(const float *q, const v
         vector sums[PARTS] = {0};
         for (int64_t d = 0; d < D; d++)
             for (int p = 0; p < PARTS; p++) sums[p] += q[d] * load(keys, block + d * KEYS + p * LANES, half);
-        float scores[KEYS], before = largest;
+        float scores[KEYS];
         memcpy(scores, sums, sizeof scores);
         for (int64_t i = 0; i < KEYS; i++) scores[i] *= scale;
+        float seen = -INFINITY, best;
         int finite = 1;
         for (int64_t i = 0; i < count; i++) {
-            largest = scores[i] > largest ? scores[i] : largest;
+            seen = scores[i] > seen ? scores[i] : seen;
             finite &= scores[i] - scores[i] == 0.0f;
         }
-        for (int64_t i = 0; i < KEYS; i++) scores[i] = exp_exact(scores[i] - largest);
-        float shrunk = finite ? exp_exact(before - largest) : NAN;
-        total *= shrunk;
-        for (int64_t d = 0; d < D / LANES; d++) acc[d] *= shrunk;
-        for (int64_t i = 0; i < count; i++) {
-            total += scores[i];
-            for (int64_t d = 0; d < D / LANES; d++) acc[d] += scores[i] * load(values, block + i * D + d * LANES, half);
+        for (int64_t i = 0; i < KEYS; i++) scores[i] = i < count ? exp_exact(scores[i] - seen) : 0.0f;
+        best = seen > largest ? seen : largest;
+        float before = exp_exact(largest - best), now = exp_exact(seen - best);
+        largest = best;
+        /* places that hold zeros only need not be added */
+        int64_t most = 1;
+        while (most < count) most *= 2;
+        for (int64_t d = 0; d < D / LANES; d++) {
+            vector products[KEYS];
+            for (int64_t i = 0; i < most; i++)
+                products[i] = i < count ? scores[i] * load(values, block + i * D + d * LANES, half) : (vector){0};
+            for (int64_t size = most / 2; size; size /= 2)
+                for (int64_t i = 0; i < size; i++) products[i] += products[i + size];
+            acc[d] = acc[d] * before + products[0] * now;
         }
+        for (int64_t size = most / 2; size; size /= 2)
+            for (int64_t i = 0; i < size; i++) scores[i] += scores[i + size];
+        total = total * before + (finite ? scores[0] : NAN) * now;
     }
     for (int64_t d = 0; d < D / LANES; d++) acc[d] /= total;
     memcpy(out, acc, (size_t)D * sizeof *out);
@@ -207,7 +218,13 @@ void route(const float *logits, int64_t T, int64_t E, int64_t top_k, int64_t nor
         char taken[E];
         memset(taken, 0, (size_t)E);
         for (int64_t e = 0; e < E; e++) largest = row[e] > largest ? row[e] : largest;
-        for (int64_t e = 0; e < E; e++) total += exp_exact(row[e] - largest);
+        int64_t most = 1;
+        while (most < E) most *= 2;
+        float terms[most];
+        for (int64_t e = 0; e < most; e++) terms[e] = e < E ? exp_exact(row[e] - largest) : 0.0f;
+        for (int64_t size = most / 2; size; size /= 2)
+            for (int64_t e = 0; e < size; e++) terms[e] += terms[e + size];
+        total = terms[0];
         for (int64_t e = 0; e < E; e++) total += row[e] - row[e]; /* 0, or NaN from what is not finite */
         for (int64_t slot = 0; slot < top_k; slot++) {
             int64_t best = -1;

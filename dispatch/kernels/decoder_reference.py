@@ -3,9 +3,11 @@
 Every function works on rows [T, ..]; a row's result comes from that row, its position and the keys before it by one fixed
 sequence of fp32 operations, so that it does not depend on the rows that go with it. Results have the dtype of the rows.
 
-- sums over a row of weights: SUMS running sums, of which the upper half is added to the lower until one is left
+- halving: of a power of two of sums the upper half is added to the lower until one is left
+- sums over a row of weights: SUMS running sums, halved
 - mean square: the row in whole steps of a power of two, below 2**22, whose squares add up exactly in integers
-- attention: keys in blocks of KEYS at absolute positions, a running maximum and sums in the order of positions
+- attention: keys in blocks of KEYS at absolute positions; of a block its largest score and its sums under it, halved; blocks
+  joined in the order of positions
 - router: int16 weights as 255 * high + low, exact integers again
 - experts: the best first, among equals the lowest id; summed in this order
 
@@ -43,10 +45,15 @@ def float_linear(x: Tensor, weight: Tensor) -> Tensor:
     sums = torch.zeros(len(x), len(weight), SUMS, device=x.device)
     for k in range(0, rows.shape[1], SUMS):
         sums += rows[:, None, k : k + SUMS] * channels[None, :, k : k + SUMS]
+    return halved(sums).to(x.dtype)
+
+
+def halved(sums: Tensor) -> Tensor:
+    """Sum over the last dimension, a power of two, by halving."""
     while sums.shape[-1] > 1:
         low, high = sums.chunk(2, -1)
         sums = low + high
-    return sums[..., 0].to(x.dtype)
+    return sums[..., 0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -100,19 +107,18 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: flo
             scores += query[..., d, None] * keys[None, :, block, d]
         scores *= torch.tensor(scale, dtype=torch.float32)
         inside = (block * KEYS + torch.arange(KEYS, device=q.device) < lengths[:, None])[:, None].expand_as(scores)
-        # comparisons that are false for NaN pass it over; it comes back below
+        # a comparison that is false for NaN passes it over; it comes back in the block's total
         seen = scores.where(inside & (scores == scores), -torch.inf).amax(-1)
-        best = torch.where(seen > largest, seen, largest)
         finite = (scores.isfinite() | ~inside).all(-1)
-        shrunk = exp(largest - best).where(finite, torch.nan)
-        weights = exp(scores - best[..., None])
+        weights = exp(scores - seen[..., None]).where(inside, 0.0)
+        products = (weights[..., None] * values[None, :, block]).where(inside[..., None], 0.0)
+        best = torch.where(seen > largest, seen, largest)
+        before, now = exp(largest - best), exp(seen - best)
         used = inside.any(-1)
-        total, largest = torch.where(used, total * shrunk, total), torch.where(used, best, largest)
-        acc = torch.where(used[..., None], acc * shrunk[..., None], acc)
-        for i in range(KEYS):
-            mine = inside[..., i]
-            total = torch.where(mine, total + weights[..., i], total)
-            acc = torch.where(mine[..., None], acc + weights[..., i, None] * values[None, :, block, i], acc)
+        total = torch.where(used, total * before + halved(weights).where(finite, torch.nan) * now, total)
+        mixed = halved(products.transpose(-1, -2))
+        acc = torch.where(used[..., None], acc * before[..., None] + mixed * now[..., None], acc)
+        largest = torch.where(used, best, largest)
     return (acc / total[..., None]).to(q.dtype).flatten(1)
 
 
@@ -125,10 +131,8 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
     ids = order[:, :top_k]
     largest = logits.gather(1, order[:, :1])
     terms = exp(logits - largest)
-    total = torch.zeros_like(largest)
-    for expert in range(logits.shape[1]):
-        total = total + terms[:, expert, None]
-    total = total.where(logits.isfinite().all(-1, keepdim=True), torch.nan)
+    wide = 2 ** (logits.shape[1] - 1).bit_length() - logits.shape[1]
+    total = halved(torch.nn.functional.pad(terms, (0, wide)))[:, None].where(logits.isfinite().all(-1, keepdim=True), torch.nan)
     weights = terms.gather(1, ids) / total
     if normalize:
         chosen = torch.zeros_like(largest)

@@ -40,9 +40,9 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 
 def linear(x: Tensor, weight: Int8Weight) -> Tensor:
     """Rows x [M, K] times weight [N, K] -> [M, N] in x's dtype, as `reference.linear`."""
-    rows, scales = _quantized(x, weight.values.shape[1])
+    rows, scales = quantized(x, weight.values.shape[1])
     out = torch.empty(len(x), len(weight.values), dtype=x.dtype, device=x.device)
-    _dense(rows, scales, weight.values, weight.scales, out)
+    dense(rows, scales, weight.values, weight.scales, out)
     return out
 
 
@@ -54,7 +54,7 @@ def integer_matmul(rows: Tensor, values: Tensor) -> Tensor:
     padded[0, :, : rows.shape[1]], padded[1, :, : rows.shape[1]] = high, rows - 256 * high
     out = torch.empty(len(rows), len(values), dtype=torch.int64, device=rows.device)
     unused = torch.ones(max(len(rows), len(values)), device=rows.device)
-    _dense(padded, unused, values.contiguous(), unused, out)
+    dense(padded, unused, values.contiguous(), unused, out)
     return out
 
 
@@ -98,7 +98,7 @@ def _experts(x: Tensor, gate_up: Int8Weight, down: Int8Weight, ids: Tensor, weig
         num_warps=8,
         **NO_FMA,
     )
-    rows, scales = _quantized(x, hidden)
+    rows, scales = quantized(x, hidden)
     inner = torch.empty(pairs, intermediate, dtype=torch.float32, device=x.device)
     _gate_up_silu[(tiles, triton.cdiv(intermediate, TILE["BLOCK_N"]))](
         rows,
@@ -118,7 +118,7 @@ def _experts(x: Tensor, gate_up: Int8Weight, down: Int8Weight, ids: Tensor, weig
         **TILE,
         **NO_FMA,
     )
-    rows, scales = _quantized(inner, intermediate)
+    rows, scales = quantized(inner, intermediate)
     of_pairs = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     _linear[(tiles, triton.cdiv(hidden, TILE["BLOCK_N"]))](
         rows,
@@ -146,7 +146,7 @@ def _experts(x: Tensor, gate_up: Int8Weight, down: Int8Weight, ids: Tensor, weig
     )
 
 
-def _dense(rows: Tensor, scales: Tensor, values: Tensor, channel_scales: Tensor, out: Tensor) -> None:
+def dense(rows: Tensor, scales: Tensor, values: Tensor, channel_scales: Tensor, out: Tensor) -> None:
     (_, m, stride), (n, k) = rows.shape, values.shape
     tiles = triton.cdiv(m, TILE["BLOCK_M"])
     if m == 0:
@@ -173,7 +173,7 @@ def _dense(rows: Tensor, scales: Tensor, values: Tensor, channel_scales: Tensor,
     )
 
 
-def _quantized(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Rows x [M, K] -> int8 [2, M, K up to a whole block], their high and low halves with zeros behind, and scales [M]."""
     _check_columns(x, columns)
     rows = torch.empty(2, len(x), _padded(columns), dtype=torch.int8, device=x.device)
@@ -277,20 +277,22 @@ def _whole_sums(high, low):
 
 
 @triton.jit
-def _silu(x):
-    t = -x
-    # comparisons that are false for NaN keep it
+def exp_exact(t):
+    """`reference.exp`."""
     t = tl.where(t < -87.0, -87.0, t)
     t = tl.where(t > 88.0, 88.0, t)
+    t = tl.where(t == t, t, 0.0)
     n = (t * LOG2_E + ROUNDER) - ROUNDER
     r = (t - n * LN_2_HIGH) - n * LN_2_LOW
     series = tl.zeros_like(r) + TAYLOR[0]
     for i in tl.static_range(1, 8):
         series = series * r + TAYLOR[i]
-    # NaN has no integer: r keeps it
-    n = tl.where(n == n, n, 0.0)
-    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.div_rn(x, 1.0 + series * power)
+    return series * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _silu(x):
+    return tl.div_rn(x, 1.0 + exp_exact(-x))
 
 
 @triton.jit

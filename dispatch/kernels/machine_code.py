@@ -1,7 +1,7 @@
 """What the Triton kernels become on each GPU generation, compiled ahead of time: `python -m dispatch.kernels.machine_code`.
 
 Needs no GPU. Prints a table and what is wrong in it, and exits with 1 if anything is. The launches are the ones that
-`grouped_gemm` makes at DeepSeek-MoE-16B's shapes, recorded on tensors without data.
+`grouped_gemm` and `decoder_triton` make at DeepSeek-MoE-16B's shapes, recorded on tensors without data.
 """
 
 import re
@@ -21,8 +21,8 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from dispatch.errors import BackendError
-from dispatch.kernels import grouped_gemm
-from dispatch.quantization import Int8Weight
+from dispatch.kernels import decoder_triton, grouped_gemm
+from dispatch.quantization import Int8Weight, SplitWeight
 
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227}
 """Shared memory a block may have, in KiB, by compute capability (CUDA C programming guide, technical specifications)."""
@@ -78,7 +78,8 @@ def launches(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
 
 @contextmanager
 def _recording(recorded: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
-    kernels = [value for value in vars(grouped_gemm).values() if isinstance(value, triton.JITFunction)]
+    found = (*vars(grouped_gemm).values(), *vars(decoder_triton).values())
+    kernels = {id(value): value for value in found if isinstance(value, triton.JITFunction)}.values()
     if not kernels:
         raise BackendError("TRITON_INTERPRET is set, so that nothing is compiled: unset it")
     for kernel in kernels:
@@ -95,7 +96,7 @@ def _recording(recorded: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
 
 
 def launches_of_the_16b(tokens: int = 5) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Every different kernel of an int8 DeepSeek-MoE-16B, by a name that says what for."""
+    """Every different kernel of the engine over DeepSeek-MoE-16B, by a name that says what for."""
 
     def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*size, dtype=dtype, device="meta")
@@ -110,8 +111,33 @@ def launches_of_the_16b(tokens: int = 5) -> dict[str, tuple[Any, dict[str, Any]]
     def dense(columns: int) -> Tensor:
         return grouped_gemm.linear(empty(tokens, columns), weight(2048, columns))
 
+    def attention() -> Tensor:
+        keys, values = empty(16, 64, 128, 64), empty(16, 64, 64, 128)
+        start, angles = empty(1, dtype=torch.int64), empty(4096, 64, dtype=torch.float32)
+        q = decoder_triton.rotate_and_store(empty(tokens, 3 * 2048), angles, angles, start, keys, values)
+        return decoder_triton.attention(q, keys, values, start, 128**-0.5)
+
+    def router() -> Tensor:
+        split = SplitWeight(values=empty(128, 2048, dtype=torch.int8), scales=empty(64, dtype=torch.float32))
+        x = decoder_triton.rms_norm(empty(tokens, 2048), empty(2048), 1e-6)
+        return decoder_triton.route(decoder_triton.linear16(x, split), 6, normalize=False)[1]
+
+    def float_layer() -> Tensor:
+        ids, routing = empty(tokens, 6, dtype=torch.int64), empty(tokens, 6, dtype=torch.float32)
+        return decoder_triton.float_experts(empty(tokens, 2048), empty(64, 2816, 2048), empty(64, 2048, 1408), ids, routing)
+
     plan, rows, gate_up, inner, down, combine = launches(layer)
+    rotate, attend, join = launches(attention)
+    norm, _, scores, route = launches(router)
     return {
+        "rms_norm": norm,
+        "rotate_and_store": rotate,
+        "attend": attend,
+        "join_blocks": join,
+        "linear, dense, bare sums (router)": scores,
+        "route": route,
+        "float product, grouped": launches(float_layer)[0],
+        "float product, dense": launches(lambda: decoder_triton.float_linear(empty(tokens, 2048), empty(2048, 2048)))[0],
         "plan": plan,
         "quantize_rows, bf16": rows,
         "gate_up_silu": gate_up,
@@ -135,8 +161,9 @@ def compile_for(name: str, kernel: Any, arguments: dict[str, Any], capability: i
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
             continue
-        signature[parameter.name] = TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
-        if isinstance(value, Tensor) or value % 16 == 0:
+        number = "fp32" if isinstance(value, float) else "i32"
+        signature[parameter.name] = TYPES[value.dtype] if isinstance(value, Tensor) else number
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             hints[(index,)] = [["tt.divisibility", 16]]
     target = GPUTarget("cuda", capability, 32)
     made = triton.compile(ASTSource(kernel, signature, constants, hints), target=target, options=options)

@@ -1,16 +1,67 @@
-"""What a decoder layer does beside int8 products: plain torch against float64, and the CPU backend against it, in bits."""
+"""What a decoder layer does beside int8 products: plain torch against float64, and both backends against it, in bits.
 
+The Triton kernels run in the interpreter or, marked gpu, on the device.
+"""
+
+import os
+
+import numpy as np
 import pytest
 import torch
 from int8_layers import poison
 
 from dispatch.errors import InputError
-from dispatch.kernels import decoder_cpu, decoder_reference
+from dispatch.kernels import decoder_cpu, decoder_reference, decoder_triton
 from dispatch.kernels.decoder_reference import KEYS
-from dispatch.quantization import quantize_split
+from dispatch.quantization import SplitWeight, quantize_split
 
 EPS = 2.0**-24
 """Half a step of fp32, relative."""
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+MODULES = {"cpu": decoder_cpu, "interpreter": decoder_triton, "cuda": decoder_triton, "reference": decoder_reference}
+
+
+class On:
+    """A module's functions with their arguments on its device, and results and what was written back from there."""
+
+    def __init__(self, backend):
+        if backend == "interpreter" and os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("there is a GPU here, so that the kernels are compiled for it and not interpreted")
+        self.module, self.device = MODULES[backend], "cuda" if backend == "cuda" else "cpu"
+
+    def __call__(self, name, *arguments, **named):
+        there = [
+            SplitWeight(values=a.values.to(self.device), scales=a.scales.to(self.device))
+            if isinstance(a, SplitWeight)
+            else a.to(self.device)
+            if isinstance(a, torch.Tensor)
+            else a
+            for a in arguments
+        ]
+        # the interpreter computes with numpy, which warns of inf and NaN where a GPU does not
+        with np.errstate(divide="ignore", invalid="ignore"):
+            result = getattr(self.module, name)(*there, **named)
+        for mine, theirs in zip(arguments, there, strict=True):
+            if isinstance(mine, torch.Tensor):
+                mine.copy_(theirs)
+        return tuple(part.cpu() for part in result) if isinstance(result, tuple) else result.cpu()
+
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+by_backend = pytest.mark.parametrize("backend", ["cpu", "interpreter", GPU])
+# the interpreter's bf16 is not the hardware's
+by_dtype = pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        pytest.param(backend, dtype, id=f"{backend}-{name}", marks=[pytest.mark.gpu] if backend == "cuda" else [])
+        for backend in ("cpu", "interpreter", "cuda")
+        for dtype, name in ((FP32, "fp32"), (BF16, "bf16"))
+        if (backend, dtype) != ("interpreter", BF16)
+    ],
+)
+all_backends = pytest.mark.parametrize("backend", ["cpu", "interpreter", GPU, "reference"])
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -40,23 +91,18 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@by_dtype
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
-def test_attention(case, dtype):
+def test_attention(case, backend, dtype):
     qkv, cos, sin, start, keys, values = attention_case(*case, dtype=dtype)
     caches = [(keys.clone(), values.clone()) for _ in range(2)]
-    q = [
-        kernels.rotate_and_store(qkv, cos, sin, start, *cache)
-        for kernels, cache in zip((decoder_cpu, decoder_reference), caches, strict=True)
-    ]
+    runs = On(backend), On("reference")
+    q = [run("rotate_and_store", qkv, cos, sin, start, *cache) for run, cache in zip(runs, caches, strict=True)]
     assert torch.equal(q[0], q[1])
     for mine, theirs in zip(*caches, strict=True):
         assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
     scale = case[3] ** -0.5
-    found, expected = (
-        decoder_cpu.attention(q[0], *caches[0], start, scale),
-        decoder_reference.attention(q[1], *caches[1], start, scale),
-    )
+    found, expected = (run("attention", rows, *cache, start, scale) for run, rows, cache in zip(runs, q, caches, strict=True))
     assert found.dtype == dtype
     assert torch.equal(found, expected)
 
@@ -89,22 +135,23 @@ def test_attention_is_attention(case):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("kernels", [decoder_cpu, decoder_reference], ids=["cpu", "reference"])
-def test_a_key_that_is_not_finite_poisons_the_rows_that_see_it(kernels, bad):
+@all_backends
+def test_a_key_that_is_not_finite_poisons_the_rows_that_see_it(backend, bad):
     qkv, cos, sin, start, keys, values = attention_case(4, 2, 2, 32, 62)
     qkv.view(4, -1, 32)[2, 2, 3] = bad
-    q = kernels.rotate_and_store(qkv, cos, sin, start, keys, values)
-    found = kernels.attention(q, keys, values, start, 32**-0.5).view(4, 2, 32)
+    run = On(backend)
+    q = run("rotate_and_store", qkv, cos, sin, start, keys, values)
+    found = run("attention", q, keys, values, start, 32**-0.5).view(4, 2, 32)
     assert bool(found[2:, 0].isnan().all())
     assert bool(found[:2].isfinite().all())
     assert bool(found[2:, 1].isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@by_dtype
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 5, 64), (2, 33, 65), (3, 16, 63), (5, 20, 200), (9, 3, 1), (17, 100, 192)])
-def test_float_linear(rows, n, k, dtype):
+def test_float_linear(rows, n, k, backend, dtype):
     x, weight = randn(rows, k, dtype=dtype), randn(n, k, seed=1, dtype=dtype)
-    found = decoder_cpu.float_linear(x, weight)
+    found = On(backend)("float_linear", x, weight)
     assert found.dtype == dtype
     assert torch.equal(found, decoder_reference.float_linear(x, weight))
     exact = x.double() @ weight.double().T
@@ -115,10 +162,11 @@ def test_float_linear(rows, n, k, dtype):
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 16, 64), (5, 7, 33), (4, 64, 2048), (9, 16, 192)])
-def test_linear16(rows, n, k):
+@by_backend
+def test_linear16(rows, n, k, backend):
     x, weight = randn(rows, k), randn(n, k, seed=1)
     split = quantize_split(weight)
-    found = decoder_cpu.linear16(x, split)
+    found = On(backend)("linear16", x, split)
     assert torch.equal(found, decoder_reference.linear16(x, split))
     # half a step of both factors at each of the k products, steps of their rows' and channels' maxima
     step = (
@@ -141,14 +189,14 @@ def test_split_weights_are_the_int16_ones():
     assert split.values[3].tolist() == split.values[12].tolist() == [0] * 50
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@by_dtype
 @pytest.mark.parametrize(("rows", "h"), [(1, 16), (3, 33), (5, 192), (17, 2048)])
-def test_rms_norm(rows, h, dtype):
+def test_rms_norm(rows, h, backend, dtype):
     x, weight = (
         randn(rows, h, dtype=dtype) * 10 ** torch.arange(-5.0, rows - 5)[:, None].to(dtype),
         randn(h, seed=1, dtype=dtype),
     )
-    found = decoder_cpu.rms_norm(x, weight, 1e-6)
+    found = On(backend)("rms_norm", x, weight, 1e-6)
     assert found.dtype == dtype
     assert torch.equal(found, decoder_reference.rms_norm(x, weight, 1e-6))
     wide = x.double()
@@ -158,24 +206,26 @@ def test_rms_norm(rows, h, dtype):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("kernels", [decoder_cpu, decoder_reference], ids=["cpu", "reference"])
-def test_norm_of_zeros_of_tiny_and_of_huge_rows(kernels, bad):
+@all_backends
+def test_norm_of_zeros_of_tiny_and_of_huge_rows(backend, bad):
     x = randn(5, 40)
     x[0], x[1], x[2, 7] = 0, x[1] * 1e-38, bad
     x[3] *= 1e15
-    found = kernels.rms_norm(x, torch.ones(40), 0.0)
+    run = On(backend)
+    found = run("rms_norm", x, torch.ones(40), 0.0)
     # without eps a row of zeros is 0 / 0, as it is by definition
     assert bool(found[0].isnan().all())
     assert bool(found[2].isnan().all())
     assert float(found[3].square().mean()) == pytest.approx(1, rel=1e-5)
-    assert float(kernels.rms_norm(x, torch.ones(40), 1e-6)[0].abs().max()) == 0
+    assert float(run("rms_norm", x, torch.ones(40), 1e-6)[0].abs().max()) == 0
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 16, 4), (5, 64, 6), (17, 5, 5), (3, 8, 1)])
-def test_route(rows, experts, top_k, normalize):
+@by_backend
+def test_route(rows, experts, top_k, normalize, backend):
     logits = randn(rows, experts) * 3
-    ids, weights = decoder_cpu.route(logits, top_k, normalize=normalize)
+    ids, weights = On(backend)("route", logits, top_k, normalize=normalize)
     other_ids, other_weights = decoder_reference.route(logits, top_k, normalize=normalize)
     assert torch.equal(ids, other_ids)
     assert torch.equal(weights, other_weights)
@@ -186,19 +236,19 @@ def test_route(rows, experts, top_k, normalize):
     assert torch.allclose(weights.double(), exact, rtol=2 * experts * EPS, atol=0)
 
 
-@pytest.mark.parametrize("kernels", [decoder_cpu, decoder_reference], ids=["cpu", "reference"])
-def test_equal_experts_the_lowest_id_first(kernels):
+@all_backends
+def test_equal_experts_the_lowest_id_first(backend):
     logits = torch.tensor([[1.0, 2, 2, 0, 2, 1], [0, 0, 0, 0, 0, 0], [-1, -1, 3, -1, 3, -1]])
-    assert kernels.route(logits, 4, normalize=False)[0].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [2, 4, 0, 1]]
+    assert On(backend)("route", logits, 4, normalize=False)[0].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [2, 4, 0, 1]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("kernels", [decoder_cpu, decoder_reference], ids=["cpu", "reference"])
-def test_scores_that_are_not_finite_give_nan_weights_and_ids_in_range(kernels, bad):
+@all_backends
+def test_scores_that_are_not_finite_give_nan_weights_and_ids_in_range(backend, bad):
     logits = randn(3, 6)
     logits[1, 2] = bad
     logits[2] = bad
-    ids, weights = kernels.route(logits, 3, normalize=True)
+    ids, weights = On(backend)("route", logits, 3, normalize=True)
     assert bool(weights[1:].isnan().all())
     assert bool(weights[0].isfinite().all())
     for row in ids.tolist():
@@ -206,9 +256,9 @@ def test_scores_that_are_not_finite_give_nan_weights_and_ids_in_range(kernels, b
         assert set(row) <= set(range(6))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@by_dtype
 @pytest.mark.parametrize("shape", [(1, 33, 17, 5, 3), (5, 192, 96, 16, 4), (9, 64, 128, 3, 1)], ids=str)
-def test_float_experts(shape, dtype, monkeypatch):
+def test_float_experts(shape, backend, dtype, monkeypatch):
     tokens, hidden, inner, count, top_k = shape
     x, gate_up, down = (
         randn(tokens, hidden, dtype=dtype),
@@ -219,7 +269,7 @@ def test_float_experts(shape, dtype, monkeypatch):
     ids, weights = decoder_reference.route(randn(tokens, count, seed=3), top_k, normalize=False)
     expected = decoder_reference.float_experts(x, gate_up, down, ids, weights)
     poison(monkeypatch)
-    found = decoder_cpu.float_experts(x, gate_up, down, ids, weights)
+    found = On(backend)("float_experts", x, gate_up, down, ids, weights)
     assert found.dtype == dtype
     assert torch.equal(found, expected)
     exact = torch.zeros(tokens, hidden, dtype=torch.float64)
@@ -231,13 +281,19 @@ def test_float_experts(shape, dtype, monkeypatch):
     assert torch.allclose(found.double(), exact, rtol=2.0**-8 if dtype == torch.bfloat16 else 0, atol=400 * EPS)
 
 
-def test_what_does_not_fit_is_refused():
-    x = randn(2, 8)
+@by_backend
+def test_what_does_not_fit_is_refused(backend):
+    run, x = On(backend), randn(2, 8)
     with pytest.raises(InputError, match=r"x is \(2, 8\), expected rows of 9 values"):
-        decoder_cpu.linear16(x, quantize_split(randn(3, 9)))
+        run("linear16", x, quantize_split(randn(3, 9)))
     with pytest.raises(InputError, match=r"x is \(2, 8\), expected rows of 9 values"):
-        decoder_cpu.float_linear(x, randn(3, 9))
+        run("float_linear", x, randn(3, 9))
     with pytest.raises(InputError, match=r"float64, expected contiguous float32 or bfloat16"):
-        decoder_cpu.float_linear(x, randn(3, 8, dtype=torch.float64))
+        run("float_linear", x, randn(3, 8, dtype=torch.float64))
+    with pytest.raises(InputError, match=r"x is \(2, 8\), expected rows of 9 values"):
+        run("float_experts", x, randn(3, 8, 9), randn(3, 9, 4), torch.tensor([[0], [2]]), torch.ones(2, 1))
+
+
+def test_an_expert_that_is_not_there_is_refused_where_the_host_need_not_wait():
     with pytest.raises(InputError, match="token 1 is routed to experts"):
-        decoder_cpu.float_experts(x, randn(3, 8, 8), randn(3, 8, 4), torch.tensor([[0], [3]]), torch.ones(2, 1))
+        decoder_cpu.float_experts(randn(2, 8), randn(3, 8, 8), randn(3, 8, 4), torch.tensor([[0], [3]]), torch.ones(2, 1))

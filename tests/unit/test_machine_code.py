@@ -35,7 +35,7 @@ def test_every_kernel_on_every_generation():
     code, table, errors = run("-m", "dispatch.kernels.machine_code")
     assert code == 0, errors
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")][2:]
-    assert len(rows) == 8 * len(SHARED_LIMIT)
+    assert len(rows) == 16 * len(SHARED_LIMIT)
     assert {row[1] for row in rows} == {"80", "86", "89", "90"}
     for kernel, sm, registers, spills, shared, mma, loads_16, narrower in rows:
         assert (int(spills), int(narrower)) == (0, 0), (kernel, sm)

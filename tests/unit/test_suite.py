@@ -215,7 +215,8 @@ INT8_FAULTS = {
     "weights-that-drift": (
         "dispatch/engine.py",
         "        out: Tensor = run(x,",
-        "        if isinstance(experts.down, Int8Weight):\n            experts.down.scales.mul_(1.001)\n        out: Tensor = run(x,",
+        "        if isinstance(experts.down, Int8Weight):\n            experts.down.scales.mul_(1.001)\n"
+        "        out: Tensor = run(x,",
         ("test_int8_decode.py", "--target=tiny-int8-experts", "--rounds=1", "--benchmark-json=out.json"),
         "prose: other tokens the second time",
     ),
