@@ -14,11 +14,14 @@ from torch import Tensor
 
 from dispatch.decoder_weights import DecoderWeights, Experts, Layer, Weight
 from dispatch.errors import CacheError
+from dispatch.graphs import Graphs
 from dispatch.kernels import cpu, decoder_cpu, decoder_reference, reference
 from dispatch.moe import kernels
 from dispatch.quantization import Int8Weight, SplitWeight
 
 KEYS = decoder_reference.KEYS
+GRAPH_ROWS = 32
+"""On a GPU, forwards over up to so many tokens are captured as graphs, one for each width that occurs; prompts are longer."""
 
 
 class Engine:
@@ -41,6 +44,7 @@ class Engine:
         # the routing of a dense block: every row to expert 0, with weight 1
         self._all_to_one = torch.zeros(self.context_limit, 1, dtype=torch.int64, device=device)
         self._by_one = torch.ones(self.context_limit, 1, device=device)
+        self._step = Graphs(self._forward) if device.type == "cuda" else self._forward
         self.reset()
 
     @property
@@ -65,7 +69,7 @@ class Engine:
             )
         self._start.fill_(self._length)
         ids = torch.tensor(tokens, device=self._start.device)
-        logits = self._forward(ids)
+        logits = (self._step if count <= GRAPH_ROWS else self._forward)(ids)
         self._length += count
         return logits
 

@@ -110,7 +110,7 @@ def float_experts(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights
     top_k, pairs = ids.shape[1], ids.flatten()
     reference.check_rows(x, down.shape[1])
     reference.check_routing_shape(ids, weights, len(x))
-    rows = x.repeat_interleave(top_k, 0)
+    rows = x[:, None].expand(-1, top_k, -1).reshape(len(pairs), -1)
     gate, up = _products(rows, gate_up, torch.float32, pairs).chunk(2, -1)
     y = _products(reference.silu(gate) * up, down, torch.float32, pairs).view(len(x), top_k, -1)
     out = torch.zeros(x.shape, device=x.device)

@@ -1,15 +1,20 @@
 """The exact engine: every row's bits for every width at every cache length, and its logits against the model's own code."""
 
+import functools
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 from engines import SPECS, engine, loaded, one_by_one, text, weights
 
+from dispatch.decoder_weights import decoder_weights
 from dispatch.decoding import CachedModel
 from dispatch.engine import Engine
 from dispatch.errors import CacheError
-from dispatch.kernels import decoder_cpu
+from dispatch.kernels import decoder_cpu, decoder_triton, grouped_gemm
+from dispatch.loading import load_target
+from dispatch.quantization import dequantize, quantize
 
 LENGTH = 200
 # around a block of 64 keys, where the prompt is short, and over several blocks
@@ -62,6 +67,53 @@ def test_backends_agree_in_bits(name):
     found = engine(name, backend="reference")
     assert torch.equal(found.forward(tokens[:67]), expected[:67])
     assert torch.equal(found.forward(tokens[67:]), expected[67:])
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-int8-all"])
+def test_in_the_interpreter(name, monkeypatch):
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("there is a GPU here, so that the kernels are compiled for it and not interpreted")
+    tokens, whole = text(66), weights(name)
+    # a dense and a MoE layer, and logits of 64 tokens: the interpreter is slow
+    few = whole.head[:64] if isinstance(whole.head, torch.Tensor) else quantize(dequantize(whole.head)[:64])
+    part = replace(whole, layers=whole.layers[:2], head=few)
+    expected = Engine(part)
+    rows = expected.forward(tokens)
+    monkeypatch.setattr("dispatch.engine.kernels", lambda *_: grouped_gemm)
+    found = Engine(part)
+    assert found._rows is decoder_triton
+    for cache, full in ((found._keys, expected._keys), (found._values, expected._values)):
+        cache.copy_(full)
+    # over a border between blocks of keys, behind a prompt that is in the cache
+    found._length = 62
+    assert torch.equal(found.forward(tokens[62:65]), rows[62:65])
+    assert torch.equal(found.forward(tokens[65:]), rows[65:])
+    for mine, theirs in zip(found.cached(), expected.cached(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@functools.cache
+def on_gpu(name, dtype):
+    made = load_target(replace(SPECS[name], dtype=dtype), device="cuda")
+    return Engine(decoder_weights(made.model, context_limit=made.context_limit))
+
+
+@pytest.mark.gpu
+@cells
+def test_on_a_gpu(name, dtype):
+    tokens, found, expected = text(LENGTH), on_gpu(name, DTYPES[dtype]), engine(name, DTYPES[dtype])
+    rows = expected.forward(tokens)
+    assert torch.equal(one_by_one(found, tokens).cpu(), rows)
+    for start in STARTS:
+        for width in (1, 2, 5, 9, 17, 40):
+            found.reset()
+            if start:
+                found.forward(tokens[:start])
+            # twice: the first may capture a graph, the second replays it
+            for _ in range(2):
+                part = found.forward(tokens[start : start + width])
+                assert torch.equal(part.cpu(), rows[start : start + width]), (start, width)
+                found.rollback(len(part))
 
 
 # Logits go up to 18. Original weights: about 20 matrix products and sums in fp32 one after the other, in another order. Int8:

@@ -16,6 +16,7 @@ MAY_KNOW = {
     "errors": set(),
     "environment": set(),
     "evidence": set(),
+    "graphs": set(),
     "prompts": set(),
     "report": set(),
     "results": set(),
@@ -40,7 +41,7 @@ MAY_KNOW = {
     "moe": {"errors", "quantization", "kernels.reference", "kernels.cpu", "kernels.grouped_gemm"},
     "decoder_weights": {"errors", "moe", "quantization"},
     "engine": {
-        *("errors", "decoder_weights", "moe", "quantization"),
+        *("errors", "decoder_weights", "graphs", "moe", "quantization"),
         *("kernels.reference", "kernels.cpu", "kernels.decoder_reference", "kernels.decoder_cpu", "kernels.decoder_triton"),
     },
     "int8_checkpoint": {"errors", "moe"},

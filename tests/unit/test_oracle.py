@@ -38,6 +38,22 @@ def test_equals_decoding_without_any_cache(tiny, prompt):
         assert pair.logits == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+def test_a_prompt_one_token_at_a_time(tiny):
+    widths = []
+
+    class Watched(StockModel):
+        def forward(self, tokens):
+            widths.append(len(tokens))
+            return super().forward(tokens)
+
+    model, ids = Watched(tiny.model, context_limit=tiny.context_limit), tiny.encode(PROMPTS["prose"])
+    at_once = decode_greedy(model, ids, max_new_tokens=9)
+    assert widths == [len(ids)] + [1] * 8
+    widths.clear()
+    assert decode_greedy(model, ids, max_new_tokens=9, prompt_at_once=False).tokens == at_once.tokens
+    assert widths == [1] * (len(ids) + 8)
+
+
 def test_stops(tiny):
     ids = tiny.encode(PROMPTS["prose"])
     whole = decode(tiny, ids, eos_ids=())

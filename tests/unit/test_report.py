@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dispatch.evidence import EvidenceFile
-from dispatch.report import table
+from dispatch.report import near_ties, table
 
 
 def cell(prompt, matched=True, drafter="prompt-lookup", k=4, **timing):
@@ -35,6 +35,14 @@ def test_rates_are_ratios_of_sums():
 @pytest.mark.parametrize("cells", [[cell("a"), cell("a", matched=False)], [cell("a", matched=False), cell("a")]])
 def test_one_red_cell_makes_its_prompt_red(cells):
     assert "0/1" in table(cells)[1]
+
+
+def test_near_ties_are_counted_wherever_there_can_be_any():
+    exact = cell("a", numerics="exact", near_ties=0)
+    fast = [cell("a", numerics="fast", near_ties=count) for count in (0, 2, 1)]
+    assert near_ties([exact]) == []
+    assert near_ties([exact, fast[0]]) == ["near ties in numerics=fast: 0, in 0 of 1 cells; a matched prompt has none"]
+    assert near_ties([exact, *fast]) == ["near ties in numerics=fast: 3, in 2 of 3 cells; a matched prompt has none"]
 
 
 def test_evidence_is_there_after_each_line(tmp_path):
