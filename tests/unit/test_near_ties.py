@@ -13,7 +13,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def cells(weights, dtype, numerics, count):
-    """Yields of each prompt: whether speculation gave the baseline's tokens, its largest top-2 gap, drafts accepted, and refused."""
+    """Of each prompt: whether speculation gave the baseline's tokens, largest top-2 gap, drafts accepted, and refused."""
     runner = near_tied("tiny", weights, dtype, numerics)
     assert runner.exact == (numerics == "exact")
     baseline, target = runner.baseline(), runner.target()
