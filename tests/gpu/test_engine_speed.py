@@ -60,7 +60,7 @@ def native(config, dtype):
 
 
 @pytest.mark.benchmark(group="engine: plain greedy decoding of all prompts")
-def test_decode(target_name, target, runner, baseline, decode_baseline, evidence, benchmark, record_property, request):
+def test_engine_decode(target_name, target, runner, baseline, decode_baseline, evidence, benchmark, record_property, request):
     if not runner.exact:
         pytest.skip(f"{target_name} runs by its {runner}: there is no engine to time")
     rounds = request.config.getoption("--rounds")
@@ -105,7 +105,7 @@ def test_decode(target_name, target, runner, baseline, decode_baseline, evidence
 
 
 @pytest.mark.benchmark(group="engine: one forward over 5 rows")
-def test_widths(target_name, target, runner, evidence, benchmark, record_property):
+def test_engine_widths(target_name, target, runner, evidence, benchmark, record_property):
     if not runner.exact:
         pytest.skip(f"{target_name} runs by its {runner}: there is no engine to time")
     tokens = [token for prompt in PROMPTS.values() for token in target.encode(prompt)]

@@ -235,6 +235,38 @@ def test_planted_fault_of_int8_is_red(copy, fault):
     assert green == []
 
 
+ENGINE_FAULTS = {
+    "scores-a-thousandth-larger": (
+        "weights.head_size**-0.5)",
+        "weights.head_size**-0.5 * 1.001)",
+        ("test_engine_logits.py",),
+        "tiny: the exact engine is not the model: its logits are off by",
+    ),
+    "positions-of-several-rows": (
+        "self._start.fill_(self._length)",
+        "self._start.fill_(self._length + (1 < count < 6))",
+        ("test_engine_speed.py", "-k", "widths"),
+        "a row changes in a forward over 2",
+    ),
+    "weights-that-drift": (
+        "        x = weights.embedding[ids]\n",
+        "        x = weights.embedding[ids]\n        weights.layers[1].mlp_norm.mul_(1.003)\n",
+        ("test_engine_speed.py", "-k", "decode", "--rounds=1"),
+        "prose: other tokens the second time",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", ENGINE_FAULTS)
+def test_planted_fault_of_the_engine_is_red(copy, fault):
+    old, new, (test, *choice), message = ENGINE_FAULTS[fault]
+    copy.edit("dispatch/engine.py", old, new)
+    code, output = copy.run(f"tests/gpu/{test}", "--target=tiny", "--benchmark-json=out.json", *choice)
+    assert code == 1, output
+    assert re.search(message, output), output
+    assert copy.rows() == []
+
+
 def test_every_target_that_fits_a_cpu_goes_through_every_gate(copy):
     code, output = copy.run("tests/gpu", "-m", "not gpu", "--collect-only", "-q")
     assert code == 0, output
@@ -244,6 +276,7 @@ def test_every_target_that_fits_a_cpu_goes_through_every_gate(copy):
             "test_throughput": 32,
             "test_decode": 4,
             "test_int8_is_still_the_model": 1,
+            "test_the_engine_is_the_model": 1,
         }.items():
             assert len(re.findall(rf"::{gate}\[{target}(?!-int8)\b", output)) == count, (gate, target, output)
 
