@@ -22,6 +22,8 @@ from dispatch.quantization import Int8Weight, SplitWeight
 KEYS = decoder_reference.KEYS
 GRAPH_ROWS = 32
 """On a GPU, forwards over up to so many tokens are captured as graphs, one for each width that occurs; prompts are longer."""
+CHUNK = 512
+"""Tokens of a prompt that go through the layers at once, so that what they need does not grow with the prompt."""
 
 
 class Engine:
@@ -44,7 +46,8 @@ class Engine:
         # the routing of a dense block: every row to expert 0, with weight 1
         self._all_to_one = torch.zeros(self.context_limit, 1, dtype=torch.int64, device=device)
         self._by_one = torch.ones(self.context_limit, 1, device=device)
-        self._step = Graphs(self._forward) if device.type == "cuda" else self._forward
+        # the reference waits for the device, which a capture does not allow
+        self._graphs = Graphs() if device.type == "cuda" and self._rows is not decoder_reference else None
         self.reset()
 
     @property
@@ -67,16 +70,21 @@ class Engine:
             raise CacheError(
                 f"forward of {count} tokens over {self._length} cached: expected 1 or more, {self.context_limit} in all"
             )
-        self._start.fill_(self._length)
         ids = torch.tensor(tokens, device=self._start.device)
-        logits = (self._step if count <= GRAPH_ROWS else self._forward)(ids)
-        self._length += count
-        return logits
+        parts = []
+        for chunk in torch.split(ids, CHUNK):
+            self._start.fill_(self._length)
+            if self._graphs is not None and len(chunk) <= GRAPH_ROWS:
+                parts.append(self._graphs(self._forward, chunk))
+            else:
+                parts.append(self._forward(chunk))
+            self._length += len(chunk)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def cached(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens in the cache, each [layers, kv_heads, length, head_size]."""
         keys = self._keys.transpose(-1, -2)
-        return tuple(cache.flatten(2, 3)[:, :, : self._length] for cache in (keys, self._values))  # type: ignore[return-value]
+        return tuple(cache.flatten(2, 3)[:, :, : self._length].clone() for cache in (keys, self._values))  # type: ignore[return-value]
 
     def _forward(self, ids: Tensor) -> Tensor:
         weights, rows = self._weights, self._rows

@@ -44,7 +44,7 @@ def quantize(weight: Tensor, *, name: str = "weight") -> Int8Weight:
     """
     exact = _checked(weight, name).float()
     largest = exact.abs().amax(-1)
-    scales = (largest / WEIGHT_LIMIT).clamp_min(SMALLEST_SCALE)
+    scales = (largest / largest.new_full((), WEIGHT_LIMIT)).clamp_min(SMALLEST_SCALE)
     values = (exact / scales.unsqueeze(-1)).round_().to(torch.int8)
     return Int8Weight(values=values, scales=scales)
 

@@ -15,8 +15,8 @@ from dispatch.oracle import Forward, StockModel
 from dispatch.precise import precise_logits
 
 NUMERICS = ("exact", "fast")
-PROBE = 32
-"""Tokens over which a new engine must agree with the model's own code."""
+PROBE = 72
+"""Tokens over which a new engine must agree with the model's own code: more than a block of keys."""
 MOST_APART = {torch.float32: 2**-7, torch.bfloat16: 2**-3}
 """Of a row of logits, in norm: some 30 layers of roundings and an int8 step here and there. Another architecture is at 1."""
 

@@ -63,7 +63,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     exponent = ((bits >> 23) - 21).clamp(1, 233)
     step, per_step = ((e << 23).view(torch.float32) for e in (exponent, 254 - exponent))
     values = (rows * per_step).round().nan_to_num(0.0).long()
-    mean = (values * values).sum(-1, keepdim=True).float() / rows.shape[1] * step * step
+    mean = (values * values).sum(-1, keepdim=True).float() / rows.new_full((), rows.shape[1]) * step * step
     # torch's fp32 root is not rounded correctly on every machine; that of float64 is far more than right for fp32
     root = (mean + eps).double().sqrt().float()
     factor = (1.0 / root).where(bits < 0x7F800000, torch.nan)

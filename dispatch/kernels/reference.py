@@ -33,7 +33,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Steps 1 and 2: rows [M, K] in float -> int16 values [M, K] and float32 scales [M]."""
     x = x.float()
     largest = x.abs().amax(-1)
-    scales = (largest / ROW_LIMIT).clamp_min(SMALLEST_SCALE).where(largest.isfinite(), torch.nan)
+    # on a GPU torch takes a division by a Python number for a product with its inverse
+    scales = (largest / largest.new_full((), ROW_LIMIT)).clamp_min(SMALLEST_SCALE).where(largest.isfinite(), torch.nan)
     values = (x / scales.unsqueeze(-1)).round().nan_to_num(0.0)
     return values.to(torch.int16), scales
 

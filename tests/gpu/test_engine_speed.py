@@ -24,16 +24,21 @@ LENGTH = 100
 """Tokens in the cache where forwards of different width are timed."""
 
 
-def seconds(function, *arguments):
-    started = time.perf_counter()
-    function(*arguments)
+def wait():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def seconds(function, *arguments):
+    wait()
+    started = time.perf_counter()
+    function(*arguments)
+    wait()
     return time.perf_counter() - started
 
 
 def native(config, dtype):
-    """A model that transformers has by itself, of the same sizes, with random weights: transformers knows no DeepSeek-MoE V1.
+    """A model that transformers has by itself, of the same sizes, with random float weights; it knows no DeepSeek-MoE V1.
 
     The difference: one gate value a token on the shared experts, and biases in attention.
     """
@@ -68,15 +73,14 @@ def test_engine_decode(target_name, target, runner, baseline, decode_baseline, e
     own = runner.stock()
     if target.model.device.type == "cpu":
         # a second model of this size is too much beside a large one
-        generating, budget = native(target.model.config, target.spec.dtype), request.config.getoption("--max-new-tokens")
-        settings = {"do_sample": False, "min_new_tokens": budget, "max_new_tokens": budget}
+        generating = native(target.model.config, target.spec.dtype)
 
         def generate():
             for prompt in PROMPTS:
-                ids = torch.tensor([target.encode(PROMPTS[prompt])])
-                room = min(budget, target.context_limit - ids.shape[1])
-                made = generating.generate(ids, attention_mask=torch.ones_like(ids), **settings | {"max_new_tokens": room})
-                assert made.shape[1] - ids.shape[1] == room
+                ids, count = torch.tensor([target.encode(PROMPTS[prompt])]), len(baseline(prompt).tokens)
+                settings = {"do_sample": False, "min_new_tokens": count, "max_new_tokens": count}
+                made = generating.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+                assert made.shape[1] - ids.shape[1] == count
 
         others["generate of an equivalent native model"] = generate
     taken = {name: [] for name in others}
@@ -125,6 +129,7 @@ def by_width(engine, tokens, name, evidence, benchmark, record_property, rounds)
     def forward(width):
         logits = engine.forward(new[:width])
         engine.rollback(width)
+        wait()
         return logits
 
     def others_first():

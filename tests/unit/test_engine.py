@@ -50,6 +50,19 @@ def test_a_prompt_in_chunks(name, dtype, chunk):
     assert all(map(torch.equal, found.cached(), cached))
 
 
+def test_a_long_prompt_goes_in_chunks_of_itself(monkeypatch):
+    tokens, found = text(LENGTH), engine("tiny-int8-all")
+    expected, cached = found.forward(tokens), found.cached()
+    widths, whole = [], Engine._forward
+    monkeypatch.setattr("dispatch.engine.CHUNK", 70)
+    monkeypatch.setattr(Engine, "_forward", lambda self, ids: (widths.append(len(ids)), whole(self, ids))[1])
+    found.reset()
+    assert torch.equal(found.forward(tokens), expected)
+    assert widths == [70, 70, 60]
+    assert found.length == LENGTH
+    assert all(map(torch.equal, found.cached(), cached))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_models_own_code_does_depend_on_it(dtype):
     # the positive control: the same comparison must find a difference there, or it finds nothing

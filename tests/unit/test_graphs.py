@@ -54,8 +54,8 @@ def cuda(monkeypatch):
 
 
 def test_one_capture_a_width(cuda):
-    graphs = Graphs(cuda)
-    found = [graphs(torch.tensor(rows)).tolist() for rows in ([1], [2], [3, 4], [5], [6, 7])]
+    graphs = Graphs()
+    found = [graphs(cuda, torch.tensor(rows)).tolist() for rows in ([1], [2], [3, 4], [5], [6, 7])]
     assert found == [[2], [4], [6, 8], [10], [12, 14]]
     # each width runs once before it is captured, so that nothing is compiled in a capture
     assert cuda.calls == [("run", 1), ("captured", 1), ("run", 2), ("captured", 2)]
@@ -63,14 +63,14 @@ def test_one_capture_a_width(cuda):
 
 
 def test_a_result_outlives_the_next_replay(cuda):
-    graphs = Graphs(cuda)
-    first = graphs(torch.tensor([1]))
-    graphs(torch.tensor([100]))
+    graphs = Graphs()
+    first = graphs(cuda, torch.tensor([1]))
+    graphs(cuda, torch.tensor([100]))
     assert first.tolist() == [2]
 
 
 def test_the_callers_rows_are_not_written_to(cuda):
-    graphs, rows = Graphs(cuda), torch.tensor([1])
-    graphs(rows)
-    graphs(torch.tensor([100]))
+    graphs, rows = Graphs(), torch.tensor([1])
+    graphs(cuda, rows)
+    graphs(cuda, torch.tensor([100]))
     assert rows.tolist() == [1]
